@@ -1,0 +1,1 @@
+"""Scale-QLoRA as a PEFT method; merge."""

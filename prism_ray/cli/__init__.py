@@ -1,0 +1,1 @@
+"""Prism-ray …: one thin file a verb."""

@@ -1,0 +1,1 @@
+"""Errors, strict configs, manifests, digests, atomic files."""

@@ -1,0 +1,1 @@
+"""FP4 formats, grids, packing, planes, checkpoint conventions."""

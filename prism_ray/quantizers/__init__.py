@@ -1,0 +1,1 @@
+"""(weight, format, options) -> (QuantTensor, report)."""

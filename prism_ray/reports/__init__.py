@@ -1,0 +1,1 @@
+"""Tables, plots, self-contained HTML."""

@@ -1,0 +1,1 @@
+"""Additive moments and the drift statistics built on them."""

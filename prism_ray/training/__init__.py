@@ -1,0 +1,1 @@
+"""Tasks, objectives, the loop and its back ends."""
