@@ -20,7 +20,7 @@ class Progress:
         self.first = start
         self.last_print = float("-inf")
 
-    def update(self, done: int, **values: float | int | str) -> None:
+    def update(self, done: int, **values: float | str) -> None:
         now = time.monotonic()
         if done < self.total and now - self.last_print < self.every_s:
             return

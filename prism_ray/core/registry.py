@@ -8,7 +8,6 @@ from typing import Generic, TypeVar
 from prism_ray.core.config import suggest
 from prism_ray.core.errors import UnknownName
 
-
 T = TypeVar("T")
 
 

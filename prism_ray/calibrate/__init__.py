@@ -1,0 +1,1 @@
+"""From a full-precision model to a quantized checkpoint."""

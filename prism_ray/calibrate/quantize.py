@@ -1,0 +1,76 @@
+"""Quantize a model in place by a plan, one weight at a time, and write it.
+
+The tie between lm_head and the embedding is found by storage and checked against the config before anything changes (field case CAL-09): quantizing
+a tied head is refused unless the policy says `untie`, which gives the head planes of its own and leaves the embedding's bytes alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from prism_ray.core.errors import ModelError
+from prism_ray.core.progress import Progress
+from prism_ray.formats.checkpoint import install, save_quantized
+from prism_ray.formats.policy import QuantPlan, QuantPolicy, make_plan
+from prism_ray.formats.spec import FORMATS
+from prism_ray.formats.tensor import QuantTensor
+from prism_ray.models.families import split_head
+from prism_ray.quantizers.rtn import QUANTIZERS, QuantReport
+
+Quantizer = Callable[..., tuple[QuantTensor, QuantReport]]
+
+
+def quantize_model(
+    model: Any, policy: QuantPolicy, *, method: str = "rtn", progress: bool = False
+) -> tuple[QuantPlan, dict[str, QuantReport]]:
+    """Replace the planned weights of `model` by planes; returns the plan and a report per weight.
+
+    method: a name in QUANTIZERS that needs no calibration data. Raises before the first change: FormatError (shapes), ModelError (ties, coverage).
+    """
+    quantizer: Quantizer = QUANTIZERS[method]
+    plan = make_plan(model, policy)
+    _untie(model, plan)
+    reports: dict[str, QuantReport] = {}
+    bar = Progress(f"quantize {policy.format}", len(plan.entries)) if progress else None
+    for done, entry in enumerate(plan.entries, start=1):
+        parent = model.get_submodule(entry.name.rpartition(".")[0])
+        current = getattr(parent, entry.name.rpartition(".")[2])
+        linear = isinstance(current, nn.Linear)
+        weight = current.weight if linear else current
+        tensor, reports[entry.name] = quantizer(weight.data, FORMATS[entry.format], scale_rule=policy.scale_rule, where=entry.name)
+        install(model, entry.name, tensor, weight.dtype, bias=current.bias.data if linear and current.bias is not None else None)
+        if bar:
+            bar.update(done)
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    model.config._experts_implementation = "eager"
+    return plan, reports
+
+
+def _untie(model: Any, plan: QuantPlan) -> None:
+    language_model = split_head(model)
+    head = next((name for name, module in model.named_modules() if module is language_model.head), "")
+    if not language_model.tied or head not in {entry.name for entry in plan.entries}:
+        return
+    if not plan.policy.untie:
+        raise ModelError(
+            f"'{head}' shares its weight with the embedding and is to be quantized", where=head, remedy="set untie=true, or ignore it"
+        )
+    language_model.head.weight = nn.Parameter(language_model.head.weight.detach().clone(), requires_grad=False)
+    model.config.tie_word_embeddings = False
+
+
+def quantize_to_folder(
+    model: Any, tokenizer: Any, policy: QuantPolicy, folder: Path | str, *, method: str = "rtn", source: str = "", replace: bool = False
+) -> dict[str, Any]:
+    """Quantize `model` and write the checkpoint with its per-weight reports; returns the manifest."""
+    with torch.no_grad():
+        plan, reports = quantize_model(model, policy, method=method, progress=True)
+    details = {"source": source, "method": method, "reports": {name: asdict(report) for name, report in reports.items()}}
+    return save_quantized(model, plan, folder, tokenizer=tokenizer, details=details, replace=replace)

@@ -1,0 +1,136 @@
+"""Scale grids: which block scales can be stored, and how a real number is rounded onto them.
+
+| grid | byte | values | largest | smallest positive |
+|---|---|---|---|---|
+| E4M3 (OCP FP8, `float8_e4m3fn`) | sign, 4 exponent, 3 mantissa | 0 and 126 positive finite ones | 448 | 2^-9 |
+| E8M0 (OCP MX) | 8 exponent bits, bias 127 | 2^-127 .. 2^127 | 2^127 | 2^-127 |
+
+E4M3 has no infinity, so a cast above 464 would give NaN (0x7F): every encoder clamps first, and no NaN byte (0x7F, 0xFF; 255 in E8M0) is
+ever written (field cases FMT-03, FMT-04). Negative scales are illegal in both.
+
+Two different questions are asked of a grid:
+
+- `encode`: the byte nearest to a real scale. E4M3: round to nearest, ties to even. E8M0: nearest in the log2 domain. This is the rounding of
+  Scale-QLoRA's QAST and of its merge (scale-qlora §3).
+- `encode_amax`: the byte for a block whose largest magnitude is known. For E8M0 three defensible rules exist and differ by a byte on most
+  blocks, so the rule has a name that goes into the manifest: `floor` (OCP MX v1.0 §6.3: 2^(floor(log2 amax) - 2)), `even` (amax rounded
+  to the nearest power of two at one mantissa bit more than E2M1 holds: 1.75 goes up), `ceil` (smallest power of two with amax / scale <= 6).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, Protocol
+
+import torch
+
+from prism_ray.core.errors import FormatError, UnknownName
+from prism_ray.formats import e2m1
+
+AmaxRule = Literal["nearest", "floor", "even", "ceil"]
+
+
+class ScaleGrid(Protocol):
+    """What formats, quantizers and adapters need of a scale grid; bytes are uint8, values float32."""
+
+    name: str
+    largest: float
+    smallest: float
+    amax_rules: tuple[str, ...]
+
+    def encode(self, scale: torch.Tensor) -> torch.Tensor:
+        """Nearest legal bytes of non-negative float32 scales; clamps to [smallest, largest], keeps exact zeros where the grid has one."""
+
+    def encode_amax(self, amax: torch.Tensor, rule: str) -> torch.Tensor:
+        """Bytes of the block scales for block maxima (float32, in units of the tensor scale)."""
+
+    def decode(self, data: torch.Tensor) -> torch.Tensor:
+        """float32 values of uint8 scale bytes."""
+
+    def illegal(self, data: torch.Tensor) -> torch.Tensor:
+        """Boolean mask of bytes that no scale plane may hold."""
+
+
+def _table(values: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
+    return values.to(data.device).index_select(0, data.reshape(-1).int()).reshape(data.shape)
+
+
+class E4M3:
+    """Positive finite E4M3, with zero (byte 0) for blocks that are all zero."""
+
+    name = "e4m3"
+    largest = 448.0
+    smallest = 2.0**-9
+    amax_rules = ("nearest",)
+
+    def __init__(self) -> None:
+        self._values = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(torch.float32)
+
+    def encode(self, scale: torch.Tensor) -> torch.Tensor:
+        return scale.clamp(0.0, self.largest).to(torch.float8_e4m3fn).view(torch.uint8)
+
+    def encode_amax(self, amax: torch.Tensor, rule: str) -> torch.Tensor:
+        _require_rule(self, rule)
+        return self.encode(amax / e2m1.MAX)
+
+    def decode(self, data: torch.Tensor) -> torch.Tensor:
+        return _table(self._values, data)
+
+    def illegal(self, data: torch.Tensor) -> torch.Tensor:
+        return data >= 0x7F
+
+
+class E8M0:
+    """Powers of two from 2^-127 to 2^127; there is no zero, and byte 255 is NaN and forbidden."""
+
+    name = "e8m0"
+    largest = 2.0**127
+    smallest = 2.0**-127
+    amax_rules = ("even", "floor", "ceil")
+
+    def __init__(self) -> None:
+        self._values = torch.ldexp(torch.ones(256, dtype=torch.float64), torch.arange(-127, 129)).to(torch.float32)
+        self._values[255] = math.nan
+
+    def encode(self, scale: torch.Tensor) -> torch.Tensor:
+        mantissa, exponent = torch.frexp(scale.to(torch.float32).clamp(self.smallest, self.largest))
+        # scale = mantissa * 2^exponent with mantissa in [0.5, 1): nearest in log2 means above or below 2^-0.5; a tie cannot be
+        # represented, since 2^-0.5 is irrational.
+        return self._bytes(exponent - (mantissa < math.sqrt(0.5)).to(exponent.dtype))
+
+    def encode_amax(self, amax: torch.Tensor, rule: str) -> torch.Tensor:
+        _require_rule(self, rule)
+        mantissa, exponent = torch.frexp(amax.to(torch.float32).clamp(min=self.smallest))
+        shift = 2  # E2M1's largest power of two is 4 = 2^2
+        if rule == "floor":
+            return self._bytes(exponent - 1 - shift)
+        if rule == "even":
+            return self._bytes(exponent - 1 - shift + (mantissa >= 1.75 / 2).to(exponent.dtype))
+        # ceil: amax / 2^e <= 6 = 0.75 * 2^3
+        return self._bytes(exponent - 3 + (mantissa > 0.75).to(exponent.dtype))
+
+    def _bytes(self, exponent: torch.Tensor) -> torch.Tensor:
+        return (exponent + 127).clamp(0, 254).to(torch.uint8)
+
+    def decode(self, data: torch.Tensor) -> torch.Tensor:
+        return _table(self._values, data)
+
+    def illegal(self, data: torch.Tensor) -> torch.Tensor:
+        return data == 255
+
+
+def _require_rule(grid: ScaleGrid, rule: str) -> None:
+    if rule not in grid.amax_rules:
+        raise UnknownName(f"grid {grid.name} has no scale rule '{rule}'", where="scale_rule", remedy=f"known: {', '.join(grid.amax_rules)}")
+
+
+def require_legal(grid: ScaleGrid, data: torch.Tensor, where: str) -> None:
+    """Raise FormatError naming the first illegal scale byte (row, block) of `data` [..., O, nb]."""
+    bad = grid.illegal(data)
+    if bad.any():
+        index = [int(i) for i in bad.nonzero()[0]]
+        raise FormatError(
+            f"scale byte 0x{int(data[tuple(index)]):02X} at {index} is not legal on grid {grid.name}",
+            where=where,
+            remedy="quantize it again",
+        )

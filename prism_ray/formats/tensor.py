@@ -1,0 +1,130 @@
+"""QuantTensor: one quantized weight, and the one place where codes and scales become a weight.
+
+Value = e2m1(code) * decode(scale) * tensor_scale, always in this multiply convention. Not a torch.Tensor subclass: an operation that does not
+know about planes fails loudly instead of computing on bytes.
+
+The product code * scale has at most six significant bits, so it is exact in bfloat16 and in float32; a weight is rounded exactly once, by the
+multiplication with the tensor scale. `dequantize(dtype=bfloat16)` therefore equals `dequantize(dtype=float32).to(bfloat16)` bit for bit.
+
+Legend: E experts (leading, optional), O rows, I columns, G = I / block scale blocks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+
+from prism_ray.core.digests import sha256_tensors
+from prism_ray.core.errors import FormatError
+from prism_ray.formats import e2m1
+from prism_ray.formats.grids import require_legal
+from prism_ray.formats.spec import FormatSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantTensor:
+    """codes uint8 [..., O, I/2]; scales uint8 [..., O, G]; tensor_scale float32 [] (or [E]); format.
+
+    divisor: the reciprocal tensor scale as a checkpoint stored it (float32, shape of tensor_scale), kept so that writing what was read gives
+    the same bytes: 1/(1/g) is not always g in float32. None where the tensor was not read from such a checkpoint.
+    Construction checks shapes and dtypes; `validate` also checks every scale byte.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    tensor_scale: torch.Tensor
+    format: FormatSpec
+    divisor: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.codes.dtype != torch.uint8 or self.scales.dtype != torch.uint8 or self.tensor_scale.dtype != torch.float32:
+            raise FormatError(
+                f"planes must be uint8, uint8 and float32, got {self.codes.dtype}, {self.scales.dtype}, {self.tensor_scale.dtype}"
+            )
+        expected = (*self.codes.shape[:-1], self.format.blocks(self.codes.shape[-1] * 2))
+        if tuple(self.scales.shape) != expected:
+            raise FormatError(f"scales have shape {list(self.scales.shape)}, codes {list(self.codes.shape)} need {list(expected)}")
+        if tuple(self.tensor_scale.shape) != tuple(self.codes.shape[:-2]):
+            raise FormatError(f"tensor_scale has shape {list(self.tensor_scale.shape)}, expected {list(self.codes.shape[:-2])}")
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the weight, [..., O, I]."""
+        return (*self.codes.shape[:-1], self.codes.shape[-1] * 2)
+
+    def validate(self, where: str = "") -> None:
+        """Raise FormatError at the first illegal scale byte or non-finite tensor scale; `where` names the tensor."""
+        require_legal(self.format.grid, self.scales, where)
+        if not bool(torch.isfinite(self.tensor_scale).all()) or bool((self.tensor_scale <= 0).any()):
+            raise FormatError("tensor scale is not a positive finite number", where=where, remedy="quantize it again")
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The weight [..., O, I] in float32 or bfloat16, rounded once."""
+        return dequantize(self.codes, self.format.grid.decode(self.scales), self.tensor_scale, dtype)
+
+    def with_scales(self, scales: torch.Tensor) -> QuantTensor:
+        """The same codes under another scale plane."""
+        return replace(self, scales=scales)
+
+    def __getitem__(self, expert: int) -> QuantTensor:
+        """One expert of a batched tensor."""
+        divisor = None if self.divisor is None else self.divisor[expert]
+        return QuantTensor(
+            codes=self.codes[expert],
+            scales=self.scales[expert],
+            tensor_scale=self.tensor_scale[expert],
+            format=self.format,
+            divisor=divisor,
+        )
+
+
+@lru_cache(maxsize=8)
+def _pair_table(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """256 entries: the two values of a code byte side by side, viewed as one integer so that one gather moves both."""
+    codes = torch.arange(256, dtype=torch.uint8)
+    values = torch.stack([e2m1.decode(codes & 15), e2m1.decode(codes >> 4)], dim=-1).to(dtype).contiguous()
+    return values.view(torch.int32 if dtype == torch.bfloat16 else torch.int64).reshape(-1).to(device)
+
+
+def unscaled(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """E2M1 values [..., I] of packed codes [..., I/2] in float32 or bfloat16 (both exact)."""
+    if dtype not in (torch.float32, torch.bfloat16):
+        raise FormatError(
+            f"weights are dequantized to float32 or bfloat16, not {dtype}", remedy="float16 cannot hold every NVFP4 scale times code"
+        )
+    table = _pair_table(dtype, codes.device)
+    flat = table.index_select(0, codes.reshape(-1).int())
+    return flat.view(dtype).reshape(*codes.shape[:-1], codes.shape[-1] * 2)
+
+
+def dequantize(codes: torch.Tensor, scale: torch.Tensor, tensor_scale: torch.Tensor | float, dtype: torch.dtype) -> torch.Tensor:
+    """Weight [..., O, I] from packed codes [..., O, I/2], decoded scales float32 [..., O, G] and the tensor scale.
+
+    The expansion of the scales is materialized (one temporary of the weight's size): a broadcast multiplication over an inner dimension of
+    16 is some forty times slower on a CPU than a copy and a flat product (docs/LOG.md).
+    """
+    weight = unscaled(codes, dtype)
+    groups = scale.shape[-1]
+    blocks = weight.view(*scale.shape, weight.shape[-1] // groups)
+    blocks.mul_(scale.to(dtype).unsqueeze(-1).expand_as(blocks).contiguous())
+    if isinstance(tensor_scale, torch.Tensor) and tensor_scale.ndim:
+        # A batched scalar: multiplied in float32 and rounded once, as the scalar path does.
+        return (weight.to(torch.float32) * tensor_scale.view(-1, 1, 1)).to(dtype)
+    factor = float(tensor_scale)
+    return weight if factor == 1.0 else weight.mul_(factor)
+
+
+def code_plane_fingerprint(tensors: dict[str, QuantTensor]) -> str:
+    """SHA-256 over names, shapes, formats and code bytes in sorted name order (design.md, "Code plane")."""
+    header = "\n".join(f"{name} {tensors[name].format.name} {list(tensors[name].shape)}" for name in sorted(tensors))
+    return sha256_tensors(((name, tensor.codes) for name, tensor in tensors.items()), header)
+
+
+def scale_plane_fingerprint(tensors: dict[str, QuantTensor]) -> str:
+    """SHA-256 over the scale bytes and tensor scales in sorted name order."""
+    scales = sha256_tensors((name, tensor.scales) for name, tensor in tensors.items())
+    factors = sha256_tensors((name, tensor.tensor_scale) for name, tensor in tensors.items())
+    return hashlib.sha256(f"{scales} {factors}".encode()).hexdigest()
