@@ -29,7 +29,8 @@ def corrected_scales(base: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scali
 def effective_scales(base: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float, spec: FormatSpec) -> torch.Tensor:
     """The on-grid scale bytes uint8 [O, G] for base bytes [O, G], A [r, G], B [O, r]; see the module docstring.
 
-    NaN factors give an illegal byte that `require_finite` and `QuantTensor.validate` refuse; a training loop sees them as a NaN loss first.
+    NaN factors give an illegal byte that decodes to NaN, so that the layer's output is NaN. The loss need not be: torch's attention on CPUs returns
+    zeros for NaN queries and keys. Hence `require_finite` before factors are saved or merged.
     """
     grid = spec.grid
     data = grid.encode(corrected_scales(base, a, b, scaling, spec).clamp_(grid.smallest, grid.largest).to(torch.float32))

@@ -17,6 +17,7 @@ from torch import nn
 from prism_ray.core.errors import ModelError
 from prism_ray.core.progress import Progress
 from prism_ray.formats.checkpoint import install, save_quantized
+from prism_ray.formats.compressed_tensors import quantization_config
 from prism_ray.formats.policy import QuantPlan, QuantPolicy, make_plan
 from prism_ray.formats.spec import FORMATS
 from prism_ray.formats.tensor import QuantTensor
@@ -35,7 +36,8 @@ def quantize_model(
     """
     quantizer: Quantizer = QUANTIZERS[method]
     plan = make_plan(model, policy)
-    _untie(model, plan)
+    if _untie(model, plan):
+        plan = make_plan(model, policy)  # the embedding is a tensor of its own now, and listed as one that stays
     reports: dict[str, QuantReport] = {}
     bar = Progress(f"quantize {policy.format}", len(plan.entries)) if progress else None
     for done, entry in enumerate(plan.entries, start=1):
@@ -53,23 +55,31 @@ def quantize_model(
     return plan, reports
 
 
-def _untie(model: Any, plan: QuantPlan) -> None:
+def _untie(model: Any, plan: QuantPlan) -> bool:
+    """Give a tied head that the plan quantizes a weight of its own; whether it did. Checks the tie against the config in any case."""
     language_model = split_head(model)
     head = next((name for name, module in model.named_modules() if module is language_model.head), "")
     if not language_model.tied or head not in {entry.name for entry in plan.entries}:
-        return
+        return False
     if not plan.policy.untie:
         raise ModelError(
             f"'{head}' shares its weight with the embedding and is to be quantized", where=head, remedy="set untie=true, or ignore it"
         )
     language_model.head.weight = nn.Parameter(language_model.head.weight.detach().clone(), requires_grad=False)
     model.config.tie_word_embeddings = False
+    return True
 
 
 def quantize_to_folder(
     model: Any, tokenizer: Any, policy: QuantPolicy, folder: Path | str, *, method: str = "rtn", source: str = "", replace: bool = False
 ) -> dict[str, Any]:
-    """Quantize `model` and write the checkpoint with its per-weight reports; returns the manifest."""
+    """Quantize `model` and write the checkpoint with its per-weight reports; returns the manifest.
+
+    What the writer would refuse (several formats, an existing folder without `replace`) is refused before the first weight is quantized.
+    """
+    quantization_config(make_plan(model, policy))
+    if Path(folder).exists() and not replace:
+        raise FileExistsError(f"{folder} exists")
     with torch.no_grad():
         plan, reports = quantize_model(model, policy, method=method, progress=True)
     details = {"source": source, "method": method, "reports": {name: asdict(report) for name, report in reports.items()}}

@@ -72,8 +72,12 @@ def save_quantized(
 
 def _plain_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and persistent buffers that are not planes, once per storage: the second name of a tied weight is left out."""
+    # The planes are told by name: codes may be a buffer or a parameter (set_code_storage).
     inside = {
-        id(value) for _, module in model.named_modules() if isinstance(module, QuantizedModule) for value in module.buffers(recurse=False)
+        id(getattr(module, part))
+        for module in model.modules()
+        if isinstance(module, QuantizedModule)
+        for part in ("codes", "scales", "tensor_scale", "divisor")
     }
     # A tied head repeats the embedding's storage; transformers ties them again on load, as config.tie_word_embeddings says.
     seen: set[tuple[int, int]] = set()
@@ -119,7 +123,10 @@ def read_config(folder: Path | str) -> dict[str, Any]:
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise ModelError("no config.json, so this is no model folder", where=str(folder), remedy="give a Hugging Face folder")
-    return json.loads(path.read_text())
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError):
+        raise ModelError("not valid JSON", where=str(path), remedy="copy or write it again") from None
 
 
 def read_quantized(folder: Path | str) -> tuple[FormatSpec, dict[str, QuantTensor], dict[str, torch.Tensor]]:
@@ -128,7 +135,8 @@ def read_quantized(folder: Path | str) -> tuple[FormatSpec, dict[str, QuantTenso
     tensors = dict(read_tensors(folder))
     names = convention.module_names(tensors)
     quantized = {name: convention.from_checkpoint(name, tensors, spec) for name in names}
-    used = {f"{name}.{part}" for name in names for part in (convention.CODES, convention.SCALES, convention.DIVISOR)}
+    parts = (convention.CODES, convention.SCALES, *((convention.DIVISOR,) if spec.has_tensor_scale else ()))
+    used = {f"{name}.{part}" for name in names for part in parts}
     return spec, quantized, {name: tensor for name, tensor in tensors.items() if name not in used}
 
 
@@ -151,9 +159,21 @@ def load_quantized_model(folder: Path | str, *, dtype: torch.dtype = torch.bfloa
     # The eager forward is the one that asks for one expert at a time, which FP4Experts answers.
     model.config._experts_implementation = "eager"
     for name, tensor in convention.fuse_experts(linears).items():
-        install(model, name, tensor, dtype, bias=plain.pop(f"{name}.bias", None))
+        install(model, name, tensor, dtype, bias=_bias(model, name, plain))
     _fill(model, plain, dtype, folder)
     return model.to(device).eval()
+
+
+def _bias(model: nn.Module, name: str, plain: dict[str, torch.Tensor]) -> torch.Tensor | None:
+    """Take the bias of a Linear out of `plain` where the model has one; a surplus one stays there and is refused with the other surplus."""
+    wanted = dict(model.named_parameters()).get(f"{name}.bias")
+    if wanted is None:
+        return None
+    bias = plain.pop(f"{name}.bias", None)
+    if bias is None or bias.shape != wanted.shape:
+        found = "is missing" if bias is None else f"has shape {list(bias.shape)}, the model needs {list(wanted.shape)}"
+        raise CheckpointError(f"tensor '{name}.bias' {found}", where=name, remedy="the checkpoint is incomplete: write it again")
+    return bias
 
 
 def install(model: nn.Module, name: str, tensor: QuantTensor, dtype: torch.dtype, *, bias: torch.Tensor | None = None) -> None:
@@ -177,6 +197,13 @@ def install(model: nn.Module, name: str, tensor: QuantTensor, dtype: torch.dtype
 def _fill(model: Any, plain: dict[str, torch.Tensor], dtype: torch.dtype, folder: Path) -> None:
     """Assign the tensors that are not planes, tie what the config ties, and check that nothing is missing or left over."""
     values = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in plain.items()}
+    for name, wanted in model.state_dict().items():
+        if name in values and values[name].shape != wanted.shape:
+            raise CheckpointError(
+                f"tensor '{name}' has shape {list(values[name].shape)}, the model needs {list(wanted.shape)}",
+                where=str(folder),
+                remedy="the checkpoint is of another architecture",
+            )
     result = model.load_state_dict(values, strict=False, assign=True)
     if result.unexpected_keys:
         raise CheckpointError(

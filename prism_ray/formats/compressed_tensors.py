@@ -77,7 +77,13 @@ def from_checkpoint(name: str, tensors: Mapping[str, torch.Tensor], spec: Format
         raise CheckpointError(
             f"'{name}.{SCALES}' has dtype {scales.dtype}, {spec.checkpoint_format} stores {spec.checkpoint_scale_dtype}", where=name
         )
-    divisor = tensors[f"{name}.{DIVISOR}"].reshape(()) if spec.has_tensor_scale else None
+    divisor = tensors[f"{name}.{DIVISOR}"] if spec.has_tensor_scale else None
+    if divisor is not None:
+        if divisor.numel() != 1 or divisor.dtype != torch.float32:
+            raise CheckpointError(
+                f"'{name}.{DIVISOR}' has shape {list(divisor.shape)} and dtype {divisor.dtype}, expected one float32", where=name
+            )
+        divisor = divisor.reshape(())
     scale = torch.ones((), dtype=torch.float32) if divisor is None else 1.0 / divisor
     try:
         tensor = QuantTensor(
@@ -106,9 +112,11 @@ def fuse_experts(linears: dict[str, QuantTensor]) -> dict[str, QuantTensor]:
         if sorted(experts) != list(range(len(experts))):
             missing = sorted(set(range(max(experts) + 1)) - set(experts))
             raise CheckpointError(f"experts {missing} are missing", where=prefix, remedy="the checkpoint is incomplete: write it again")
-        parts = set(experts[0])
+        # The union over experts, so that one that lacks a part is found. A parameter that no expert has was left in full precision.
+        parts = {part for expert in experts.values() for part in expert}
         for parameter in ("gate_up_proj", "down_proj") if "gate_proj" in parts else ("up_proj", "down_proj"):
-            out[f"{prefix}.{parameter}"] = _stack(prefix, parameter, experts)
+            if parts & set(FUSED_PARTS[parameter]):
+                out[f"{prefix}.{parameter}"] = _stack(prefix, parameter, experts)
     return out
 
 

@@ -39,7 +39,8 @@ class ScaleGrid(Protocol):
     amax_rules: tuple[str, ...]
 
     def encode(self, scale: torch.Tensor) -> torch.Tensor:
-        """Nearest legal bytes of non-negative float32 scales; clamps to [smallest, largest], keeps exact zeros where the grid has one."""
+        """Nearest bytes of non-negative float32 scales; clamps to [smallest, largest], keeps exact zeros where the grid has one. NaN alone gives
+        an illegal byte."""
 
     def encode_amax(self, amax: torch.Tensor, rule: str) -> torch.Tensor:
         """Bytes of the block scales for block maxima (float32, in units of the tensor scale)."""
@@ -70,7 +71,7 @@ class E4M3:
         return scale.clamp(0.0, self.largest).to(torch.float8_e4m3fn).view(torch.uint8)
 
     def encode_amax(self, amax: torch.Tensor, rule: str) -> torch.Tensor:
-        _require_rule(self, rule)
+        require_rule(self, rule)
         return self.encode(amax / e2m1.MAX)
 
     def decode(self, data: torch.Tensor) -> torch.Tensor:
@@ -93,24 +94,28 @@ class E8M0:
         self._values[255] = math.nan
 
     def encode(self, scale: torch.Tensor) -> torch.Tensor:
-        mantissa, exponent = torch.frexp(scale.to(torch.float32).clamp(self.smallest, self.largest))
-        # scale = mantissa * 2^exponent with mantissa in [0.5, 1): nearest in log2 means above or below 2^-0.5; a tie cannot be
-        # represented, since 2^-0.5 is irrational.
-        return self._bytes(exponent - (mantissa < math.sqrt(0.5)).to(exponent.dtype))
+        scale = scale.to(torch.float32)
+        mantissa, exponent = torch.frexp(scale.clamp(self.smallest, self.largest))
+        # scale = mantissa * 2^exponent with mantissa in [0.5, 1): nearest in log2 means above or below 2^-0.5; a tie cannot be represented, since
+        # 2^-0.5 is irrational. torch compares in float32, whose nearest number to 2^-0.5 lies below it: hence <=.
+        return self._bytes(exponent - (mantissa <= math.sqrt(0.5)).to(exponent.dtype), scale)
 
     def encode_amax(self, amax: torch.Tensor, rule: str) -> torch.Tensor:
-        _require_rule(self, rule)
-        mantissa, exponent = torch.frexp(amax.to(torch.float32).clamp(min=self.smallest))
+        require_rule(self, rule)
+        amax = amax.to(torch.float32)
+        mantissa, exponent = torch.frexp(amax.clamp(min=self.smallest))
         shift = 2  # E2M1's largest power of two is 4 = 2^2
         if rule == "floor":
-            return self._bytes(exponent - 1 - shift)
+            return self._bytes(exponent - 1 - shift, amax)
         if rule == "even":
-            return self._bytes(exponent - 1 - shift + (mantissa >= 1.75 / 2).to(exponent.dtype))
+            return self._bytes(exponent - 1 - shift + (mantissa >= 1.75 / 2).to(exponent.dtype), amax)
         # ceil: amax / 2^e <= 6 = 0.75 * 2^3
-        return self._bytes(exponent - 3 + (mantissa > 0.75).to(exponent.dtype))
+        return self._bytes(exponent - 3 + (mantissa > 0.75).to(exponent.dtype), amax)
 
-    def _bytes(self, exponent: torch.Tensor) -> torch.Tensor:
-        return (exponent + 127).clamp(0, 254).to(torch.uint8)
+    def _bytes(self, exponent: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        # frexp's exponent of a number that is not finite is not specified: infinity saturates, NaN stays NaN so that a check can see it.
+        data = (exponent + 127).clamp(0, 254).to(torch.uint8)
+        return data.masked_fill_(torch.isposinf(source), 254).masked_fill_(torch.isnan(source), 255)
 
     def decode(self, data: torch.Tensor) -> torch.Tensor:
         return _table(self._values, data)
@@ -119,7 +124,8 @@ class E8M0:
         return data == 255
 
 
-def _require_rule(grid: ScaleGrid, rule: str) -> None:
+def require_rule(grid: ScaleGrid, rule: str) -> None:
+    """Raise UnknownName, listing the grid's rules, for a rule that it does not have."""
     if rule not in grid.amax_rules:
         raise UnknownName(f"grid {grid.name} has no scale rule '{rule}'", where="scale_rule", remedy=f"known: {', '.join(grid.amax_rules)}")
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from prism_ray.core.config import Config
 from prism_ray.core.errors import FormatError, ModelError
+from prism_ray.formats.grids import require_rule
 from prism_ray.formats.spec import FORMATS
 
 DEFAULT_IGNORE = ("lm_head", "*.lm_head", "*embed*", "*norm*", "*router*", "*.gate", "*.shared_expert_gate")
@@ -71,7 +72,7 @@ def expert_parameters(module: nn.Module) -> list[str]:
 
 
 def make_plan(model: nn.Module, policy: QuantPolicy) -> QuantPlan:
-    """Walk a model's Linear modules and fused experts. Raises FormatError (shapes) or ModelError (coverage, transposed experts)."""
+    """Walk a model's Linear modules and fused experts. Raises UnknownName (format, rule), FormatError (shapes) or ModelError (coverage)."""
     entries: list[PlanEntry] = []
     kept: list[tuple[str, str, int]] = []
     offending: list[str] = []
@@ -84,6 +85,7 @@ def make_plan(model: nn.Module, policy: QuantPolicy) -> QuantPlan:
             kept.append((name, f"{kind}: ignored", _bytes(weight)))
             return
         columns = weight.shape[-1]
+        require_rule(FORMATS[chosen].grid, policy.scale_rule or FORMATS[chosen].amax_rule)
         try:
             FORMATS[chosen].blocks(columns)
         except FormatError as error:

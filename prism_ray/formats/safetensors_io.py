@@ -8,6 +8,7 @@ then the tensors' bytes without gaps.
 from __future__ import annotations
 
 import json
+import operator
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,9 +44,14 @@ def check_shard(path: Path | str) -> dict[str, dict]:
             header = json.loads(file.read(length))
         except ValueError:
             raise CheckpointError("header is not JSON", where=str(path), remedy="it is damaged or no safetensors file") from None
-    spans = sorted((entry["data_offsets"], name) for name, entry in header.items() if name != "__metadata__")
+    try:
+        spans = sorted((*map(operator.index, entry["data_offsets"]), name) for name, entry in header.items() if name != "__metadata__")
+        if any(len(span) != 3 for span in spans):
+            raise ValueError
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise CheckpointError("header is not a table of tensors", where=str(path), remedy="it is damaged or no safetensors file") from None
     end = 0
-    for (start, stop), name in spans:
+    for start, stop, name in spans:
         if start != end or stop < start:
             raise CheckpointError(f"tensor '{name}' starts at {start}, expected {end}", where=str(path), remedy="the file is damaged")
         end = stop
@@ -64,7 +70,10 @@ def shard_map(folder: Path | str) -> dict[str, str]:
     index = folder / INDEX_NAME
     if not index.is_file():
         return dict.fromkeys(check_shard(folder / SINGLE_NAME), SINGLE_NAME)
-    weights = json.loads(index.read_text())["weight_map"]
+    try:
+        weights: dict[str, str] = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+    except (KeyError, TypeError, ValueError):
+        raise CheckpointError("not valid JSON with a weight_map", where=str(index), remedy="copy or write it again") from None
     headers = {file: check_shard(folder / file) for file in sorted(set(weights.values()))}
     for name, file in weights.items():
         if name not in headers[file]:

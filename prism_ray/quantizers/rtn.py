@@ -25,7 +25,7 @@ class QuantReport:
     """What happened to one weight: everything that a manifest must be able to say about it.
 
     method and scale_rule: names. rows, columns (summed over experts for a batched weight). zero_blocks: all-zero input. flushed_blocks: non-zero
-    blocks whose scale is the zero byte, so that their values are lost. clipped_blocks: blocks whose maximum lies above 6 scales.
+    blocks of which nothing is left, because their scale would lie too far below the grid. clipped_blocks: blocks whose maximum lies above 6 scales.
     relative_error: ||W - Q||_F / ||W||_F, 0 for an all-zero weight.
     """
 
@@ -76,16 +76,16 @@ def rtn(weight: torch.Tensor, spec: FormatSpec, *, scale_rule: str | None = None
     codes = e2m1.round_to_codes(torch.where(usable, blocks / torch.where(usable, step, 1.0), torch.zeros_like(blocks)))
     packed = e2m1.pack(codes.flatten(-2))
     tensor = QuantTensor(codes=packed, scales=scales, tensor_scale=tensor_scale, format=spec, divisor=divisor)
-    error = torch.linalg.vector_norm(values - tensor.dequantize()) / torch.linalg.vector_norm(values).clamp(
-        min=torch.finfo(torch.float32).tiny
-    )
+    # float64 sums: the squares of weights above 1e19 or below 1e-19 leave float32's range.
+    norm = torch.linalg.vector_norm(values, dtype=torch.float64)
+    error = torch.linalg.vector_norm(values - tensor.dequantize(), dtype=torch.float64) / norm if norm > 0 else norm
     report = QuantReport(
         method="rtn",
         scale_rule=rule,
         rows=values.numel() // values.shape[-1],
         columns=values.shape[-1],
         zero_blocks=int((block_amax == 0).sum()),
-        flushed_blocks=int(((block_amax > 0) & ~usable.squeeze(-1)).sum()),
+        flushed_blocks=int(((block_amax > 0) & ((codes & 7) == 0).all(dim=-1)).sum()),
         clipped_blocks=int((usable.squeeze(-1) & (block_amax > e2m1.MAX * step.squeeze(-1) * (1 + 2**-20))).sum()),
         relative_error=float(error),
     )

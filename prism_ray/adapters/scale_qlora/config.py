@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from peft.config import PeftConfig
@@ -37,6 +38,8 @@ class ScaleQLoraConfig(PeftConfig):
             raise ConfigError(
                 f"rank must be a whole number of at least 1, got {self.r!r}", where="r", remedy="use 4, 8 or 16 to begin with"
             )
+        if not isinstance(self.alpha, (int, float)) or isinstance(self.alpha, bool) or not math.isfinite(self.alpha):
+            raise ConfigError(f"must be a finite number, got {self.alpha!r}", where="alpha", remedy="use the rank, or twice the rank")
         if isinstance(self.target_modules, list):
             self.target_modules = set(self.target_modules)
         if isinstance(self.exclude_modules, list):

@@ -25,6 +25,24 @@ from prism_ray.formats.modules import FP4Linear
 from prism_ray.formats.tensor import unscaled
 
 
+def require_fit(base_layer: FP4Linear, config: ScaleQLoraConfig, name: str) -> None:
+    """Raise ConfigError for a rank above the layer's number of scale blocks, GridMismatch for an adapter of another grid; `name` is the layer."""
+    spec = base_layer.format
+    groups = base_layer.scales.shape[-1]
+    if config.r > groups:
+        raise ConfigError(
+            f"rank {config.r} exceeds the {groups} scale blocks of a row ({base_layer.in_features} columns, {spec.name} block {spec.block})",
+            where=name or "r",
+            remedy=f"use a rank of at most {groups}, or leave the layer out",
+        )
+    if config.grid not in (None, spec.grid.name):
+        raise GridMismatch(
+            f"adapter was trained on grid {config.grid}, this weight has {spec.grid.name} scales",
+            where=name,
+            remedy="train it again on this format",
+        )
+
+
 class ScaleQLoraLinear(nn.Module, BaseTunerLayer):
     """PEFT tuner layer over one FP4Linear; any number of named adapters, one active at a time."""
 
@@ -51,20 +69,8 @@ class ScaleQLoraLinear(nn.Module, BaseTunerLayer):
 
         Raises ConfigError for a rank above the number of scale blocks, GridMismatch for an adapter of another grid.
         """
-        spec = self.base_layer.format
+        require_fit(self.base_layer, config, self.name)
         groups = self.base_layer.scales.shape[-1]
-        if config.r > groups:
-            raise ConfigError(
-                f"rank {config.r} exceeds the {groups} scale blocks of a row ({self.in_features} columns, {spec.name} block {spec.block})",
-                where=self.name or "r",
-                remedy=f"use a rank of at most {groups}, or leave the layer out",
-            )
-        if config.grid not in (None, spec.grid.name):
-            raise GridMismatch(
-                f"adapter was trained on grid {config.grid}, this weight has {spec.grid.name} scales",
-                where=self.name,
-                remedy="train it again on this format",
-            )
         device = self.base_layer.scales.device
         a = torch.empty(config.r, groups, dtype=torch.float32, device=device)
         nn.init.uniform_(a, -1 / math.sqrt(groups), 1 / math.sqrt(groups))

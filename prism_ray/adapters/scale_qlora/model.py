@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from peft.tuners.tuners_utils import BaseTuner
+from peft.tuners.tuners_utils import BaseTuner, check_target_module_exists
 from torch import nn
 
 from prism_ray.adapters.scale_qlora.config import ScaleQLoraConfig
-from prism_ray.adapters.scale_qlora.layer import ScaleQLoraLinear
+from prism_ray.adapters.scale_qlora.layer import ScaleQLoraLinear, require_fit
 from prism_ray.adapters.scale_qlora.register import PREFIX
 from prism_ray.core.errors import ModelError
 from prism_ray.formats.modules import FP4Linear, quantized_modules
@@ -23,7 +23,10 @@ class ScaleQLoraModel(BaseTuner):
     target_module_mapping: dict[str, list[str]] = {}  # noqa: RUF012 (PEFT reads it as a class attribute)
 
     def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
-        """As PEFT's; with target_modules None every FP4Linear is a target, and the grid is taken from the targets."""
+        """As PEFT's; with target_modules None every FP4Linear is a target, and the grid is taken from the targets.
+
+        Every target is checked before the first one is changed.
+        """
         config: ScaleQLoraConfig = self.peft_config[adapter_name]  # type: ignore[assignment]
         linears = {name: module for name, module in quantized_modules(model) if isinstance(module, FP4Linear)}
         if not linears:
@@ -31,7 +34,10 @@ class ScaleQLoraModel(BaseTuner):
                 "the model has no FP4 linear layer, so there are no scales to adapt", remedy="quantize it first (prism-ray quantize)"
             )
         if config.target_modules is None:
-            config.target_modules = {name.rsplit(".", 1)[-1] for name in linears}
+            # Short names where only FP4 layers have them; a layer kept in full precision may share its name with quantized ones.
+            others = {_leaf(name) for name, _ in model.named_modules() if name.removesuffix(".base_layer") not in linears}
+            config.target_modules = {name if _leaf(name) in others else _leaf(name) for name in linears}
+        self._check_targets(model, config)
         super().inject_adapter(model, adapter_name, *args, **kwargs)
         grids = {
             module.base_layer.format.grid.name
@@ -40,6 +46,20 @@ class ScaleQLoraModel(BaseTuner):
         }
         if config.grid is None and len(grids) == 1:
             config.grid = grids.pop()
+
+    @staticmethod
+    def _check_targets(model: nn.Module, config: ScaleQLoraConfig) -> None:
+        tuned = ""
+        for name, module in model.named_modules():
+            if (tuned and name.startswith(tuned)) or not name or not check_target_module_exists(config, name):
+                continue
+            if isinstance(module, ScaleQLoraLinear):
+                tuned, module = f"{name}.", module.base_layer
+            if not isinstance(module, FP4Linear):
+                raise ModelError(
+                    f"target is a {type(module).__name__}, not a quantized linear layer", where=name, remedy="target FP4 layers only"
+                )
+            require_fit(module, config, name)
 
     @staticmethod
     def _prepare_adapter_config(peft_config: Any, model_config: dict) -> Any:
@@ -51,10 +71,7 @@ class ScaleQLoraModel(BaseTuner):
         if isinstance(target, ScaleQLoraLinear):
             target.update_layer(adapter_name, peft_config, inference_mode=peft_config.inference_mode)
             return
-        if not isinstance(target, FP4Linear):
-            raise ModelError(
-                f"target is a {type(target).__name__}, not a quantized linear layer", where=current_key, remedy="target FP4 layers only"
-            )
+        assert isinstance(target, FP4Linear)  # _check_targets
         layer = ScaleQLoraLinear(target, adapter_name, peft_config, current_key)
         if adapter_name not in self.active_adapters:
             layer.requires_grad_(False)
@@ -67,6 +84,10 @@ class ScaleQLoraModel(BaseTuner):
     def supports_lora_conversion(self, adapter_name: str = "default") -> bool:
         """False: a correction of scales is no low-rank weight update."""
         return False
+
+
+def _leaf(name: str) -> str:
+    return name.rsplit(".", 1)[-1]
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, torch.nn.Parameter]:

@@ -1,0 +1,74 @@
+"""Connecting to a Ray cluster, and refusing what it cannot run, with the arithmetic."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import ray
+
+from prism_ray.core.errors import EnvironmentFault, PrismError, ResourceError
+from prism_ray.dist.config import ScalingConfig
+
+TRIAL_CPUS = 0.01
+"""CPUs of a trial's own actor, which only waits for its workers; Ray refuses 0."""
+
+
+def connect(address: str | None = None) -> None:
+    """Connect to a running cluster: `address`, else RAY_ADDRESS, else the one on this machine. Never starts one."""
+    if ray.is_initialized():
+        return
+    target = address or os.environ.get("RAY_ADDRESS") or "auto"
+    try:
+        ray.init(address=target, log_to_driver=True, configure_logging=False)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise EnvironmentFault(
+            f"no Ray cluster answers ({reason})", where=target, remedy="start one (make ray-up), or set RAY_ADDRESS"
+        ) from None
+
+
+def check_feasible(scaling: ScalingConfig) -> int:
+    """How many trials fit at once, at most scaling.concurrent; raises ResourceError when not even one does.
+
+    Workers of a trial are single bundles that must each fit a node; an autoscaling cluster is not refused for what it lacks now.
+    """
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    cpus = [float(node.get("CPU", 0)) for node in nodes]
+    gpus = [float(node.get("GPU", 0)) for node in nodes]
+    if scaling.autoscaling:
+        return scaling.concurrent
+    slots = 0
+    for node_cpus, node_gpus in zip(cpus, gpus, strict=True):
+        fits = int((node_cpus - TRIAL_CPUS) / (scaling.cpus_per_worker + TRIAL_CPUS / scaling.workers) + 1e-9)
+        if scaling.gpus_per_worker:
+            fits = min(fits, int(node_gpus / scaling.gpus_per_worker + 1e-9))
+        slots += max(0, fits)
+    possible = slots // scaling.workers
+    if possible < 1:
+        raise ResourceError(
+            f"a trial needs {scaling.workers} worker(s) of {scaling.cpus_per_worker:g} CPU and {scaling.gpus_per_worker:g} GPU, plus {TRIAL_CPUS:g} CPU; "
+            f"the cluster's {len(nodes)} node(s) have CPUs {cpus} and GPUs {gpus}, which hold {slots} such worker(s)",
+            where="scaling",
+            remedy="lower cpus_per_worker or workers, add nodes, or set scaling.autoscaling=true",
+        )
+    return min(possible, scaling.concurrent)
+
+
+def unwrap(error: BaseException) -> BaseException:
+    """The PrismError inside Ray's task and training errors, or the innermost cause."""
+    seen: set[int] = set()
+    current: Any = error
+    while id(current) not in seen:
+        seen.add(id(current))
+        if isinstance(current, PrismError) and not hasattr(current, "cause"):
+            return current
+        failures = getattr(current, "worker_failures", None)
+        if failures:
+            current = next(iter(failures.values()))
+            continue
+        following = getattr(current, "cause", None) or current.__cause__
+        if following is None:
+            return current
+        current = following
+    return current

@@ -1,0 +1,140 @@
+"""One trial: a Ray Train run with DeepSpeed (or plain PyTorch) workers, reporting to Ray Tune.
+
+Metrics of every step are reported, checkpoints with every evaluation. A worker that dies is replaced by Ray Train, which starts the group again from the
+last reported checkpoint; a trial whose driver died finds its Train run again by name, and goes on from the same checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import ray.train
+import ray.tune
+from ray.train.torch import TorchConfig, TorchTrainer
+from ray.tune.integration.ray_train import TuneReportCallback
+
+from prism_ray.core.files import write_json
+from prism_ray.dist.config import SweepConfig
+from prism_ray.training.backends import Backend, LocalBackend
+from prism_ray.training.checkpoint import latest_complete
+from prism_ray.training.config import TrainConfig
+from prism_ray.training.objective import Objective
+from prism_ray.training.run import build, final_metrics, install, train, write_adapter
+
+METRIC = "validation_metric"
+RUNG = "rung"
+FINAL = "final"
+ADAPTER_FOLDER = "adapter"
+FINAL_FILE = "final.json"
+
+
+def train_worker(payload: dict[str, Any]) -> None:
+    """What every Ray Train worker runs. payload: {"train": TrainConfig data, "gpu": bool}."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    config = TrainConfig.load(payload["train"])
+    device = "cuda" if payload["gpu"] else "cpu"
+
+    def make_backend(objective: Objective) -> Backend:
+        if config.backend == "deepspeed":
+            from prism_ray.training.deepspeed_backend import DeepSpeedBackend
+
+            return DeepSpeedBackend(objective, config, device)
+        return LocalBackend(objective, config.optimizer)
+
+    context = build(config, device=device, make_backend=make_backend)
+    if context.backend.rank == 0:
+        for note in context.data.notes:
+            print(note, flush=True)
+    checkpoint = ray.train.get_checkpoint()
+    rung = 0
+    with tempfile.TemporaryDirectory(prefix="prism-resume-") as name:
+        resume = None
+        if checkpoint is not None:
+            with checkpoint.as_directory() as source:
+                shutil.copytree(source, name, dirs_exist_ok=True)
+            if (Path(name) / FINAL_FILE).is_file():
+                # The run had ended and only its driver did not hear of it.
+                _report(json.loads((Path(name) / FINAL_FILE).read_text()), Path(name) if context.backend.rank == 0 else None)
+                return
+            resume = latest_complete([Path(name)])
+
+        def report(metrics: dict[str, Any], folder: Path | None) -> None:
+            nonlocal rung
+            shown = _finite(metrics)
+            if "validation_n" in metrics:
+                rung = -(-int(metrics["step"]) // config.eval_every)
+                shown |= {RUNG: rung, METRIC: _metric(metrics)}
+            _report(shown, folder)
+
+        result = train(context, report=report, resume=resume)
+    values: dict[str, Any] = {
+        "step": float(result.progress.step),
+        "best_step": float(result.progress.best_step),
+        FINAL: 1.0,
+        RUNG: rung + 1,
+    }
+    values |= {
+        "train_seconds": result.progress.seconds,
+        "train_tokens": float(result.progress.tokens),
+        "resumes": float(len(result.progress.resumed_at)),
+    }
+    if result.diverged or not result.best:
+        _report(values | {"diverged": 1.0}, None)
+        return
+    install(context, result.best)
+    best = next(row for row in result.progress.history if row["step"] == result.progress.best_step)
+    values |= {METRIC: _metric(best), "trainable_parameters": float(sum(value.numel() for value in result.best.values()))}
+    values |= {key: best[key] for key in best if key.startswith("validation_") or key in ("omega", "one_minus_omega", "delta_rho")}
+    values |= final_metrics(context)
+    with tempfile.TemporaryDirectory(prefix="prism-final-") as name:
+        folder = None
+        if context.backend.rank == 0:
+            folder = Path(name)
+            write_adapter(context, result, folder / ADAPTER_FOLDER, values)
+            write_json(folder / FINAL_FILE, _finite(values))
+        _report(_finite(values), folder)
+
+
+def _metric(row: dict[str, Any]) -> float:
+    accuracy = row.get("validation_accuracy", math.nan)
+    return float(accuracy) if math.isfinite(accuracy) else -float(row["validation_loss"])
+
+
+def _finite(metrics: dict[str, Any]) -> dict[str, Any]:
+    """NaN never reaches a scheduler; an absent value is an absent key."""
+    return {key: value for key, value in metrics.items() if not isinstance(value, float) or math.isfinite(value)}
+
+
+def _report(metrics: dict[str, Any], folder: Path | None) -> None:
+    ray.train.report(metrics, checkpoint=None if folder is None else ray.train.Checkpoint.from_directory(str(folder)))
+
+
+def run_trial(values: dict[str, Any], sweep: dict[str, Any] | None = None) -> None:
+    """The Tune trainable. values: {"point": a grid point}. Errors of the user's making arrive as one line."""
+    config = SweepConfig.load(sweep or {})
+    scaling = config.scaling
+    trial = ray.tune.get_context().get_trial_id()
+    trainer = TorchTrainer(
+        train_worker,
+        train_loop_config={"train": config.trial_config(values["point"]).to_dict(), "gpu": scaling.gpus_per_worker > 0},
+        torch_config=TorchConfig(backend="nccl" if scaling.gpus_per_worker else "gloo"),
+        scaling_config=ray.train.ScalingConfig(
+            num_workers=scaling.workers,
+            use_gpu=scaling.gpus_per_worker > 0,
+            resources_per_worker={"CPU": scaling.cpus_per_worker, **({"GPU": scaling.gpus_per_worker} if scaling.gpus_per_worker else {})},
+        ),
+        run_config=ray.train.RunConfig(
+            name=f"trial-{trial}",
+            storage_path=f"{config.storage.rstrip('/')}/{config.name}/train",
+            failure_config=ray.train.FailureConfig(max_failures=config.max_failures),
+            checkpoint_config=ray.train.CheckpointConfig(num_to_keep=config.keep_checkpoints),
+            callbacks=[TuneReportCallback()],
+        ),
+    )
+    trainer.fit()
