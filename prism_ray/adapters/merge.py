@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from prism_ray.adapters.qast import require_finite
+from prism_ray.adapters.qast import corrected_scales, require_finite
 from prism_ray.adapters.scale_qlora.config import ScaleQLoraConfig
 from prism_ray.adapters.scale_qlora.layer import ScaleQLoraLinear
 from prism_ray.core.errors import FingerprintMismatch, GridMismatch, MergeLoss, ModelError
@@ -24,8 +24,9 @@ from prism_ray.core.files import atomic_folder, atomic_path, require_disk
 from prism_ray.core.manifest import MANIFEST_NAME, read_manifest, write_manifest
 from prism_ray.formats import compressed_tensors as convention
 from prism_ray.formats.checkpoint import KIND, read_config, read_quantized
+from prism_ray.formats.modules import planes
 from prism_ray.formats.safetensors_io import METADATA, shard_map
-from prism_ray.formats.tensor import code_plane_fingerprint, scale_plane_fingerprint
+from prism_ray.formats.tensor import QuantTensor, code_plane_fingerprint, scale_plane_fingerprint
 
 ADAPTER_KIND = "scale-adapter"
 SCALE_PLANE_NAME = "scale_plane.safetensors"
@@ -34,7 +35,8 @@ PEFT_PREFIX = "base_model.model."
 
 @dataclass(frozen=True, kw_only=True)
 class LayerMerge:
-    """blocks: scale blocks of the layer; changed: blocks whose byte the merge changed; clamped: corrected scales outside the grid's range;
+    """blocks: scale blocks of the layer; changed: blocks whose byte the merge changed; clamped: corrected scales outside the grid's range before
+    the clip (zero scales, which stay zero, not counted);
     lost_correction: share of the on-grid correction (L1, relative to the base scale) that the written bytes do not carry; max_abs_dw: largest
     |merged - unmerged forward| weight, measured on the written file."""
 
@@ -71,12 +73,39 @@ def adapter_layers(model: Any, adapter: str = "default") -> dict[str, ScaleQLora
     return found
 
 
+def base_planes(model: Any) -> dict[str, QuantTensor]:
+    """Every quantized weight of the base by name, with the scales that it had before an adapter was merged in place (views, no copy)."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    found = planes(base)
+    for name, module in base.named_modules():
+        if isinstance(module, ScaleQLoraLinear):
+            found[name] = found[name].with_scales(module.base_scales)
+    return found
+
+
+def _require_same_base(model: Any, quantized: dict[str, QuantTensor]) -> None:
+    """Compare all planes of the model, experts one by one, with those read from a checkpoint; raises FingerprintMismatch naming the first other."""
+    fields = {convention.CODES: "codes", convention.SCALES: "scales", convention.DIVISOR: "divisor"}
+    for name, tensor in base_planes(model).items():
+        for key, value in convention.to_checkpoint(name, tensor).items():
+            module, _, part = key.rpartition(".")
+            stored = getattr(quantized.get(module), fields[part], None)
+            found = value.cpu().view(torch.uint8).flatten()
+            if stored is None or not torch.equal(stored.reshape(value.shape).contiguous().view(torch.uint8).flatten(), found):
+                what = "codes" if part == convention.CODES else "scales"
+                raise FingerprintMismatch(
+                    f"{what} of the model and of the checkpoint differ",
+                    where=name,
+                    remedy="merge into the base that the adapter was trained on",
+                )
+
+
 def merge_to_folder(
     model: Any, base_folder: Path | str, out: Path | str, *, adapter: str = "default", tolerance: float = 0.0, replace: bool = False
 ) -> MergeReport:
     """Merge `adapter` of a PEFT model into a copy of the checkpoint its base was loaded from.
 
-    Raises FingerprintMismatch when the model's codes are not the checkpoint's, GridMismatch for another grid, FormatError for non-finite factors,
+    Raises FingerprintMismatch when the model's codes or base scales are not the checkpoint's, GridMismatch for another grid, FormatError for non-finite factors,
     MergeLoss when the measured max |dW| exceeds `tolerance`; in each case `out` is left as it was.
     """
     base_folder = Path(base_folder)
@@ -89,11 +118,8 @@ def merge_to_folder(
             where=str(base_folder),
             remedy="train on this format",
         )
+    _require_same_base(model, quantized)
     for name, layer in layers.items():
-        if name not in quantized or not torch.equal(quantized[name].codes, layer.base_layer.code_bytes.cpu()):
-            raise FingerprintMismatch(
-                "codes of the model and of the checkpoint differ", where=name, remedy="merge into the base that the adapter was trained on"
-            )
         require_finite(name, layer.qast_A[adapter], layer.qast_B[adapter])
     planes = {name: layer.scale_bytes(adapter).cpu() for name, layer in layers.items()}
     size = sum((base_folder / file).stat().st_size for file in set(shard_map(base_folder).values()))
@@ -101,7 +127,7 @@ def merge_to_folder(
     with atomic_folder(out, replace=replace) as temporary:
         _rewrite(base_folder, temporary, planes, spec.checkpoint_scale_dtype)
         report = _measure(temporary, layers, adapter, quantized)
-        if report.max_abs_dw > tolerance or not report.codes_identical:
+        if not report.max_abs_dw <= tolerance or not report.codes_identical:
             raise MergeLoss(
                 f"max |dW| = {report.max_abs_dw:.3g} on the written checkpoint, allowed {tolerance:.3g}",
                 where=str(out),
@@ -141,7 +167,10 @@ def _measure(written: Path, layers: dict[str, ScaleQLoraLinear], adapter: str, b
     _, merged, _ = read_quantized(written)
     reports: dict[str, LayerMerge] = {}
     for name, layer in layers.items():
-        grid = layer.base_layer.format.grid
+        spec = layer.base_layer.format
+        grid = spec.grid
+        factors = layer.qast_A[adapter].detach(), layer.qast_B[adapter].detach()
+        raw = corrected_scales(layer.base_scales, *factors, layer.scaling[adapter], spec).cpu()
         forward_bytes = layer.scale_bytes(adapter).cpu()
         old, new = grid.decode(base[name].scales), grid.decode(merged[name].scales)
         forward = layer.base_layer.dequantize(torch.float32, grid.decode(layer.scale_bytes(adapter))).cpu()
@@ -150,13 +179,13 @@ def _measure(written: Path, layers: dict[str, ScaleQLoraLinear], adapter: str, b
         reports[name] = LayerMerge(
             blocks=old.numel(),
             changed=int((merged[name].scales != base[name].scales).sum()),
-            clamped=int(((wanted >= grid.largest) & (old < grid.largest)).sum()),
+            clamped=int((((raw > grid.largest) | (raw < grid.smallest)) & (old > 0)).sum()),
             lost_correction=float((wanted - new).abs().sum() / correction) if correction > 0 else 0.0,
             max_abs_dw=float((merged[name].dequantize() - forward).abs().max()),
         )
     return MergeReport(
         layers=reports,
-        max_abs_dw=max(report.max_abs_dw for report in reports.values()),
+        max_abs_dw=float(torch.tensor([report.max_abs_dw for report in reports.values()], dtype=torch.float64).max()),  # keeps a NaN
         changed=sum(report.changed for report in reports.values()),
         blocks=sum(report.blocks for report in reports.values()),
         code_plane=code_plane_fingerprint(convention.fuse_experts(merged)),
@@ -169,6 +198,7 @@ def write_scale_plane(model: Any, adapter_folder: Path | str, *, adapter: str = 
     """Add `scale_plane.safetensors` (the on-grid bytes of every adapted layer) and the manifest to a saved PEFT adapter folder.
 
     fields: further manifest entries (metrics, base source). Returns the manifest. The plane goes through a temporary file; the manifest is last.
+    The base's fingerprints come from the adapter's config, or from the model where the config has none.
     """
     folder = Path(adapter_folder)
     layers = adapter_layers(model, adapter)
@@ -179,6 +209,12 @@ def write_scale_plane(model: Any, adapter_folder: Path | str, *, adapter: str = 
         save_file({name: layer.scale_bytes(adapter).cpu().contiguous() for name, layer in layers.items()}, temporary)
     spec = next(iter(layers.values())).base_layer.format
     identity = {"format": spec.name, "grid": spec.grid.name, "block": spec.block, "rank": config.r, "alpha": config.alpha}
+    base = base_planes(model)
     return write_manifest(
-        folder, ADAPTER_KIND, base_code_plane=config.code_plane, base_scale_plane=config.scale_plane, **identity, **fields
+        folder,
+        ADAPTER_KIND,
+        base_code_plane=config.code_plane or code_plane_fingerprint(base),
+        base_scale_plane=config.scale_plane or scale_plane_fingerprint(base),
+        **identity,
+        **fields,
     )

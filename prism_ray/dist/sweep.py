@@ -33,7 +33,7 @@ from prism_ray.core.files import atomic_folder, require_disk, write_json
 from prism_ray.dist.cluster import TRIAL_CPUS, check_feasible, unwrap
 from prism_ray.dist.config import SweepConfig
 from prism_ray.dist.progress import ProgressLog
-from prism_ray.dist.trial import ADAPTER_FOLDER, FINAL, METRIC, RUNG, run_trial
+from prism_ray.dist.trial import ADAPTER_FOLDER, FINAL, METRIC, RUNG, USER_ERROR, run_trial
 from prism_ray.formats.checkpoint import load_quantized_model
 from prism_ray.reports.html import write_report
 from prism_ray.reports.sweep import best_trial, gating, write_tables
@@ -216,6 +216,8 @@ def _tune(config: SweepConfig, folder: Path, slots: int, resume: bool, log: Prog
     evaluations = -(-config.train.steps // config.train.eval_every)
     # Steps between evaluations report no metric; ASHA ignores those results, the check would refuse them.
     os.environ["TUNE_DISABLE_STRICT_METRIC_CHECKING"] = "1"
+    # The result boxes of Tune's newer output ignore verbose=0 and flood a job log; `ProgressLog` prints a line instead.
+    os.environ["RAY_AIR_NEW_OUTPUT"] = "0"
     trainable = ray.tune.with_resources(ray.tune.with_parameters(run_trial, sweep=config.to_dict()), {"CPU": TRIAL_CPUS})
     experiment = folder / "tune"
     if resume and (experiment / "tuner.pkl").is_file():
@@ -318,6 +320,8 @@ def judge(metrics: dict[str, Any], error: BaseException | None) -> tuple[str, st
         if any(name in str(error) or name == type(inner).__name__ for name in KILLED):
             return "killed", reason
         return "error", reason
+    if metrics.get(USER_ERROR):
+        return "error", str(metrics[USER_ERROR])
     if metrics.get("diverged"):
         return "diverged", f"loss became NaN or infinite at step {int(metrics.get('step', 0))}"
     if metrics.get(FINAL):

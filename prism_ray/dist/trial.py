@@ -19,6 +19,7 @@ import ray.tune
 from ray.train.torch import TorchConfig, TorchTrainer
 from ray.tune.integration.ray_train import TuneReportCallback
 
+from prism_ray.core.errors import PrismError
 from prism_ray.core.files import write_json
 from prism_ray.dist.config import SweepConfig
 from prism_ray.training.backends import Backend, LocalBackend
@@ -30,12 +31,23 @@ from prism_ray.training.run import build, final_metrics, install, train, write_a
 METRIC = "validation_metric"
 RUNG = "rung"
 FINAL = "final"
+USER_ERROR = "user_error"
 ADAPTER_FOLDER = "adapter"
 FINAL_FILE = "final.json"
 
 
 def train_worker(payload: dict[str, Any]) -> None:
-    """What every Ray Train worker runs. payload: {"train": TrainConfig data, "gpu": bool}."""
+    """What every Ray Train worker runs. payload: {"train": TrainConfig data, "gpu": bool}.
+
+    A PrismError ends the run with a report instead of an exception: a restart would only meet it again (`max_failures` is for dying workers).
+    """
+    try:
+        _train_worker(payload)
+    except PrismError as error:
+        _report({USER_ERROR: str(error), FINAL: 1.0}, None)
+
+
+def _train_worker(payload: dict[str, Any]) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     config = TrainConfig.load(payload["train"])
     device = "cuda" if payload["gpu"] else "cpu"
@@ -135,6 +147,8 @@ def run_trial(values: dict[str, Any], sweep: dict[str, Any] | None = None) -> No
             failure_config=ray.train.FailureConfig(max_failures=config.max_failures),
             checkpoint_config=ray.train.CheckpointConfig(num_to_keep=config.keep_checkpoints),
             callbacks=[TuneReportCallback()],
+            # Its INFO lines repeat every reported metric, which Tune's loggers already write.
+            logging_config=ray.train.LoggingConfig(log_level="WARNING"),
         ),
     )
     trainer.fit()

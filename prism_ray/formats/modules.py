@@ -3,7 +3,7 @@
 Both keep packed planes only. A dequantized weight lives inside one call: forward builds it, multiplies and drops it; backward builds it
 again for the gradient of the input. So the memory of a model is its planes plus one layer.
 
-Planes are uint8 buffers by default, which `.to(dtype)` cannot touch. DeepSpeed ZeRO-3 shards parameters only, of a float dtype, so
+Planes keep their bytes under `.to(dtype)`. Codes and scales are uint8 buffers by default. DeepSpeed ZeRO-3 shards parameters only, of a float dtype, so
 `set_code_storage(model, "parameter")` re-registers the same code bytes as a frozen bfloat16-typed parameter [O, I/4] (bytes viewed, never
 converted); its module reads the bytes back through a view.
 """
@@ -41,6 +41,18 @@ class QuantizedModule(nn.Module):
         self._shape = tensor.shape
         # A Python float: reading the 0-dim buffer in every forward would wait for the device.
         self._factor = float(tensor.tensor_scale) if tensor.tensor_scale.ndim == 0 else None
+
+    def _apply(self, fn: Any, recurse: bool = True) -> QuantizedModule:
+        # `model.to(dtype)` (which DeepSpeed and training loops call) casts float buffers and parameters: a rounded tensor scale is another weight,
+        # and code bytes behind a bfloat16 type would be converted as if they were numbers. Planes follow the device only.
+        before = {name: value.data for name in ("codes", "tensor_scale", "divisor") if (value := getattr(self, name)) is not None}
+        super()._apply(fn, recurse)
+        for name, data in before.items():
+            current = getattr(self, name)
+            if current.dtype != data.dtype:
+                data = torch.empty_like(data, device=current.device) if data.is_meta else data.to(current.device)
+                setattr(self, name, nn.Parameter(data, requires_grad=False) if isinstance(current, nn.Parameter) else data)
+        return self
 
     @property
     def factor(self) -> float:

@@ -75,7 +75,7 @@ class Trainer:
         size = min(regularizer.batch or len(data.reference), len(data.reference)) if data.reference else 0
         self.reference_sampler = StepSampler(len(data.reference), size, config.seed + 1) if size else None
         self.base_features: list[torch.Tensor] = []
-        self.line = None if quiet or backend.rank else ProgressLine("train", config.steps)
+        self.line = None if quiet or backend.rank else ProgressLine("train", config.steps, every_s=20.0)
 
     def run(self) -> TrainResult:
         """Train to the end, or to early stopping, or to divergence."""
@@ -105,7 +105,7 @@ class Trainer:
                 )
             if progress.step % self.config.eval_every == 0 or progress.step == self.config.steps:
                 best = self._evaluate(progress, best, last)
-            else:
+            elif progress.step % self.config.report_every == 0:
                 self._tell(last, None)
         return TrainResult(progress=progress, best=best, diverged=False, last=last)
 
@@ -219,7 +219,7 @@ class Trainer:
                 progress.step,
                 0,
             )
-            best = {name: entry[VALUE] for name, entry in state.items()}
+            best = {name: entry[VALUE].clone() for name, entry in state.items()}
         else:
             progress.stale += 1
         row = last | measured

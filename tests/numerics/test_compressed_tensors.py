@@ -142,7 +142,9 @@ def test_the_package_compresses_the_same_weight_under_our_scales_to_our_bytes(na
     step = spec.grid.decode(tensor.scales).to(torch.float64) * tensor.tensor_scale.to(torch.float64)
     quotient = (w.to(torch.float64) / step.repeat_interleave(spec.block, dim=-1)).abs()
     ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], dtype=torch.float64)
-    near = ((quotient[..., None] - ties).abs() < ties * 2.0**-22).any(-1) if spec.has_tensor_scale else torch.zeros_like(w, dtype=torch.bool)
+    near = (
+        ((quotient[..., None] - ties).abs() < ties * 2.0**-22).any(-1) if spec.has_tensor_scale else torch.zeros_like(w, dtype=torch.bool)
+    )
     same = e2m1.unpack(compressed["weight_packed"]) == e2m1.unpack(ours["weight_packed"])
     assert (same | near).all() and near.sum() <= 2
 
@@ -248,9 +250,7 @@ def test_fmt02_the_stored_scalar_is_the_divisor(amax, divisor):
 
 
 def test_a_tensor_scale_without_a_float32_reciprocal_is_refused_instead_of_changed():
-    scale = next(
-        value for value in torch.linspace(1, 2, 1000).unbind() if 1.0 / (1.0 / value) != value
-    )  # several in every binade
+    scale = next(value for value in torch.linspace(1, 2, 1000).unbind() if 1.0 / (1.0 / value) != value)  # several in every binade
     tensor = QuantTensor(
         codes=torch.zeros(1, 8, dtype=torch.uint8),
         scales=torch.zeros(1, 1, dtype=torch.uint8),
@@ -331,10 +331,13 @@ def test_fmt05_gate_and_up_of_different_tensor_scales_are_not_fused():
 
 
 @pytest.mark.parametrize(
-    "config", [{}, {"quant_method": "gptq", "format": "nvfp4-pack-quantized"}, {"quant_method": "compressed-tensors", "format": "pack-quantized"}]
+    "config",
+    [{}, {"quant_method": "gptq", "format": "nvfp4-pack-quantized"}, {"quant_method": "compressed-tensors", "format": "pack-quantized"}],
 )
 def test_other_quantizations_are_refused_and_the_readable_ones_listed(config):
-    with pytest.raises(CheckpointError, match=r"folder: quantization .* cannot be read; readable: nvfp4-pack-quantized, mxfp4-pack-quantized"):
+    with pytest.raises(
+        CheckpointError, match=r"folder: quantization .* cannot be read; readable: nvfp4-pack-quantized, mxfp4-pack-quantized"
+    ):
         convention.format_of_config(config, "folder")
 
 

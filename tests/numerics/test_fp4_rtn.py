@@ -90,7 +90,24 @@ def test_float16_is_refused_with_the_reason(name):
 
 def test_hand_worked_nvfp4_blocks():
     """amax 2.625 = 2688 / 1024: divisor 1024, tensor scale 2^-10, everything a power of two or a short product."""
-    first = [2.625, -2.625, 0.4375, -0.4375, 0.109375, 0.21875, 1.09375, 2.1875, 0.0, -0.0, 1.75, -1.3125, 0.875, 0.65625, 0.328125, 0.546875]
+    first = [
+        2.625,
+        -2.625,
+        0.4375,
+        -0.4375,
+        0.109375,
+        0.21875,
+        1.09375,
+        2.1875,
+        0.0,
+        -0.0,
+        1.75,
+        -1.3125,
+        0.875,
+        0.65625,
+        0.328125,
+        0.546875,
+    ]
     # 2.625 / 2^-10 / 6 = 448, byte 0x7E, step 448 / 1024 = 0.4375; in steps: 6 -6 1 -1 .25 .5 2.5 5 0 -0 4 -3 2 1.5 .75 1.25
     second = [0.75, 0.3125, -0.03125, 0.125, -0.4375, 0.625, 0.09375, -0.15625, 0.21875] + [0.0] * 7
     # 0.75 / 2^-10 / 6 = 128, byte 0x70, step 0.125; in steps: 6 2.5 -.25 1 -3.5 5 .75 -1.25 1.75
@@ -108,7 +125,11 @@ def test_hand_worked_nvfp4_blocks():
 # FMT-03: block maxima 4, 6, 6.5 and 7 as one row of four MXFP4 blocks.
 @pytest.mark.parametrize(
     ("rule", "scales", "decoded", "clipped"),
-    [("floor", [127] * 4, [4, 6, 6, 6], 2), ("even", [127, 127, 127, 128], [4, 6, 6, 8], 1), ("ceil", [127, 127, 128, 128], [4, 6, 6, 8], 0)],
+    [
+        ("floor", [127] * 4, [4, 6, 6, 6], 2),
+        ("even", [127, 127, 127, 128], [4, 6, 6, 8], 1),
+        ("ceil", [127, 127, 128, 128], [4, 6, 6, 8], 0),
+    ],
 )
 def test_mxfp4_scale_rules_on_a_row_and_the_rule_in_the_report(rule, scales, decoded, clipped):
     row = torch.zeros(1, 128)
@@ -292,7 +313,9 @@ def test_shapes_that_cannot_be_quantized_are_refused_by_name():
 
 
 # FMT-02: the stored divisor is 2688 / amax, our multiplier its reciprocal.
-@pytest.mark.parametrize(("amax", "divisor", "multiplier"), [(0.75, 3584.0, 2.790178571428571e-4), (2688.0, 1.0, 1.0), (1.0, 2688.0, 1 / 2688)])
+@pytest.mark.parametrize(
+    ("amax", "divisor", "multiplier"), [(0.75, 3584.0, 2.790178571428571e-4), (2688.0, 1.0, 1.0), (1.0, 2688.0, 1 / 2688)]
+)
 def test_tensor_scale_and_divisor(amax, divisor, multiplier):
     scale, stored = tensor_scale_for(torch.tensor(amax), NVFP4)
     assert stored is not None and stored.item() == divisor
@@ -310,7 +333,7 @@ def test_the_tensor_scale_is_always_a_positive_finite_number_with_a_finite_recip
 
 def test_rtn_is_the_registered_quantizer_and_unknown_ones_are_named():
     assert QUANTIZERS["rtn"] is rtn
-    with pytest.raises(UnknownName, match="unknown quantizer 'rnt'.*rtn"):
+    with pytest.raises(UnknownName, match=r"unknown quantizer 'rnt'.*rtn"):
         QUANTIZERS["rnt"]
 
 
@@ -342,7 +365,10 @@ def test_fingerprints_change_with_any_byte_name_or_format_and_not_with_order():
     code, scale = code_plane_fingerprint(base), scale_plane_fingerprint(base)
     assert code_plane_fingerprint(dict(reversed(base.items()))) == code
     assert scale_plane_fingerprint(dict(reversed(base.items()))) == scale
-    flipped = {**base, "a": QuantTensor(codes=base["a"].codes ^ 1, scales=base["a"].scales, tensor_scale=base["a"].tensor_scale, format=NVFP4)}
+    flipped = {
+        **base,
+        "a": QuantTensor(codes=base["a"].codes ^ 1, scales=base["a"].scales, tensor_scale=base["a"].tensor_scale, format=NVFP4),
+    }
     moved = {**base, "a": base["a"].with_scales(base["a"].scales ^ 1)}
     swapped = {"a": base["b"], "b": base["a"]}
     renamed = {"c": base["a"], "b": base["b"]}

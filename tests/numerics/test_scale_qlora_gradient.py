@@ -254,7 +254,7 @@ class LiveWeights(TorchDispatchMode):
         for tensor in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(tensor, torch.Tensor) and tensor.numel() >= self.numel:
                 self.made.append(weakref.ref(tensor))
-        alive = [tensor for tensor in (reference() for reference in self.made) if tensor is not None]
+        alive = [tensor for tensor in (weak() for weak in self.made) if tensor is not None]
         self.peak = max(self.peak, len({tensor.untyped_storage().data_ptr() for tensor in alive}))
         return out
 

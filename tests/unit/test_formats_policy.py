@@ -81,7 +81,9 @@ def test_cal04_experts_without_any_linear_inside_are_planned():
 
 def test_cal04_an_unknown_large_parameter_fails_the_plan():
     model = nn.ModuleDict({"experts": FusedExperts(w1=(4, 64, 32))})
-    with pytest.raises(ModelError, match=r"experts\.w1: parameter of 8,192 values \(88\.9% of the model\) is neither quantized nor ignored"):
+    with pytest.raises(
+        ModelError, match=r"experts\.w1: parameter of 8,192 values \(88\.9% of the model\) is neither quantized nor ignored"
+    ):
         make_plan(model, QuantPolicy())
     plan = make_plan(model, QuantPolicy(ignore=(*DEFAULT_IGNORE, "*.w1")))
     assert ("experts.w1", "not a linear weight", 8192 * 4) in plan.kept

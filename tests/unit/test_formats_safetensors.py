@@ -78,7 +78,9 @@ def test_overlapping_and_gapped_offsets_name_the_tensor(shard):
         check_shard(shard)
 
 
-@pytest.mark.parametrize("header", [[1, 2], {"a": 3}, {"a": {"dtype": "U8"}}, {"a": {"data_offsets": [0]}}, {"a": {"data_offsets": ["0", "56"]}}])
+@pytest.mark.parametrize(
+    "header", [[1, 2], {"a": 3}, {"a": {"dtype": "U8"}}, {"a": {"data_offsets": [0]}}, {"a": {"data_offsets": ["0", "56"]}}]
+)
 def test_a_header_of_another_structure(shard, header):
     with_header(shard, header)
     with pytest.raises(CheckpointError, match=r"model\.safetensors: header"):

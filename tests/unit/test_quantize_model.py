@@ -100,7 +100,9 @@ def test_biases_are_kept():
 
 def test_shape_errors_are_raised_before_the_first_change():
     torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=64, hidden_size=48, intermediate_size=72, num_hidden_layers=1, num_attention_heads=3, num_key_value_heads=3)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=48, intermediate_size=72, num_hidden_layers=1, num_attention_heads=3, num_key_value_heads=3
+    )
     model = LlamaForCausalLM(config)
     before = snapshot(model)
     with pytest.raises(FormatError, match=r"1 layer\(s\) do not divide.*down_proj \(72 columns, nvfp4 block 16"):

@@ -67,7 +67,7 @@ def test_the_method_is_registered_once_with_peft():
     kind = PeftType("SCALE_QLORA")
     assert kind is PeftType.SCALE_QLORA and kind == "SCALE_QLORA" and kind in list(PeftType)
     assert PEFT_TYPE_TO_CONFIG_MAPPING[kind] is ScaleQLoraConfig
-    assert PeftType("LORA") is PeftType.LORA and PeftType.LORA != kind
+    assert PeftType("LORA") is PeftType.LORA and kind != PeftType.LORA
     assert json.dumps({"peft_type": kind}) == '{"peft_type": "SCALE_QLORA"}'
 
 
@@ -295,7 +295,7 @@ def test_a_rank_that_fits_the_chosen_layers_is_accepted():
 
 
 def test_a_model_without_planes_is_refused_with_the_remedy():
-    with pytest.raises(ModelError, match="no FP4 linear layer.*quantize it first"):
+    with pytest.raises(ModelError, match=r"no FP4 linear layer.*quantize it first"):
         get_peft_model(tiny_llama(), ScaleQLoraConfig())
 
 

@@ -33,7 +33,9 @@ def test_adp01_e4m3_numbers(factor, expected):
     assert after(0x38, factor - 1) == expected
 
 
-@pytest.mark.parametrize(("factor", "expected"), [(1.41, 1.0), (1.42, 2.0), (0.71, 1.0), (0.70, 0.5), (2.82, 2.0), (2.83, 4.0), (1.05, 1.0)])
+@pytest.mark.parametrize(
+    ("factor", "expected"), [(1.41, 1.0), (1.42, 2.0), (0.71, 1.0), (0.70, 0.5), (2.82, 2.0), (2.83, 4.0), (1.05, 1.0)]
+)
 def test_adp01_e8m0_moves_only_beyond_its_threshold(factor, expected):
     assert after(127, factor - 1, MXFP4) == expected
 

@@ -88,12 +88,16 @@ class ScaleQLoraLinear(nn.Module, BaseTunerLayer):
             )
         return names[0] if names else None
 
+    @property
+    def base_scales(self) -> torch.Tensor:
+        """The scale bytes uint8 [O, G] of the base, also while an adapter is merged over them."""
+        return self._unmerged_scales[0] if self.merged_adapters else self.base_layer.scales
+
     def scale_bytes(self, adapter_name: str) -> torch.Tensor:
         """The on-grid scale bytes uint8 [O, G] of an adapter: what the forward uses and what a merge writes."""
-        base = self._unmerged_scales[0] if self.merged_adapters else self.base_layer.scales
         with torch.no_grad():
             a, b = self.qast_A[adapter_name], self.qast_B[adapter_name]
-            return effective_scales(base, a, b, self.scaling[adapter_name], self.base_layer.format)
+            return effective_scales(self.base_scales, a, b, self.scaling[adapter_name], self.base_layer.format)
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         name = None if self.disable_adapters or self.merged else self.active_name()
