@@ -35,8 +35,8 @@ MAY_IMPORT = {
     "cli": LEVEL_4 | {"dist"},
 }
 RAY_PLACES = ("prism_ray/dist", "serve_apps", "tune_spaces", "jobs", "tests")
-# Third-party packages that core may use: everything else there would make every level depend on it.
-CORE_MAY_USE = {"torch", "numpy", "pydantic"}
+# Third-party packages that core may use, all small beside torch: what stands there is a dependency of every level.
+CORE_MAY_USE = {"torch", "numpy", "pydantic", "pathspec"}
 
 
 def sources(*roots: Path) -> list[Path]:
