@@ -37,7 +37,9 @@ def effective_scales(base: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scali
     return data.masked_fill_(grid.decode(base) == 0, 0)
 
 
-def straight_through(grad_scale: torch.Tensor, base: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float, spec: FormatSpec):
+def straight_through(
+    grad_scale: torch.Tensor, base: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float, spec: FormatSpec
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients (dA [r, G], dB [O, r]) from dL/ds_eff [O, G]: the rounding passes the gradient, the clip stops it outside its range."""
     grid = spec.grid
     raw = corrected_scales(base, a, b, scaling, spec)

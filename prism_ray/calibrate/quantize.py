@@ -65,7 +65,8 @@ def _untie(model: Any, plan: QuantPlan) -> bool:
         raise ModelError(
             f"'{head}' shares its weight with the embedding and is to be quantized", where=head, remedy="set untie=true, or ignore it"
         )
-    language_model.head.weight = nn.Parameter(language_model.head.weight.detach().clone(), requires_grad=False)
+    head_module: Any = language_model.head
+    head_module.weight = nn.Parameter(head_module.weight.detach().clone(), requires_grad=False)
     model.config.tie_word_embeddings = False
     return True
 

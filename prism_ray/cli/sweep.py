@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 from typing import Annotated
@@ -16,17 +15,16 @@ def sweep(
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value, for example train.steps=40 space.rank=[4,8]")] = None,
     space: Annotated[str, typer.Option(help="module:function that returns a SweepConfig")] = "pqt:quickstart",
     resume: Annotated[bool, typer.Option(help="go on with the sweep of this name")] = False,
+    verbose: Annotated[bool, typer.Option(help="show the output of every worker")] = False,
     address: Annotated[str | None, typer.Option(help="Ray address; default RAY_ADDRESS, else the cluster on this machine")] = None,
 ) -> None:
     """Sweep regularizer strength, rank, learning rate and format; write trials, report and the merged best adapter."""
-    os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
     from prism_ray.dist.config import SweepConfig
 
     config = load_space(space, SweepConfig, overrides or [])
-    os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(config.scaling.pending_timeout_s)
     from prism_ray.dist.cluster import connect
     from prism_ray.dist.sweep import run_sweep
 
-    connect(address)
+    connect(address, verbose=verbose)
     report = run_sweep(config, resume=resume, command=shlex.join(["prism-ray", "sweep", *sys.argv[1:]]))
     typer.echo(f"report: {report}")

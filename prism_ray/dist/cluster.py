@@ -14,13 +14,14 @@ TRIAL_CPUS = 0.01
 """CPUs of a trial's own actor, which only waits for its workers; Ray refuses 0."""
 
 
-def connect(address: str | None = None) -> None:
-    """Connect to a running cluster: `address`, else RAY_ADDRESS, else the one on this machine. Never starts one."""
+def connect(address: str | None = None, *, verbose: bool = False) -> None:
+    """Connect to a running cluster: `address`, else RAY_ADDRESS, else the one on this machine. Never starts one. verbose: show workers' output."""
     if ray.is_initialized():
         return
     target = address or os.environ.get("RAY_ADDRESS") or "auto"
     try:
-        ray.init(address=target, log_to_driver=True, configure_logging=False)
+        # Workers' output stays in the cluster's logs: eight trials' interleaved lines would bury the sweep's own (field case RAY-06).
+        ray.init(address=target, log_to_driver=verbose, configure_logging=False)
     except (ConnectionError, RuntimeError, ValueError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise EnvironmentFault(

@@ -1,9 +1,9 @@
 """The sweep: prepare the bases, run the grid on Ray Tune with ASHA, judge every trial, merge the best, write the result.
 
     storage/name/
-      sweep.json                     the whole config; written first, so that --resume needs nothing else
-      progress.log                   one line per evaluation and per finished trial, readable after a reconnect
       base.json                      fingerprints and base metrics per format
+      sweep.json                     the whole config; from here on the sweep can be resumed
+      progress.log                   one line per evaluation and per finished trial, readable after a reconnect
       tune/, train/                  Ray Tune's experiment, and one Ray Train run per trial
       trials.parquet, trials.csv, history.parquet, report.html
       best/adapter, best/merged      the best adapter and its merged checkpoint
@@ -38,7 +38,9 @@ from prism_ray.formats.checkpoint import load_quantized_model
 from prism_ray.reports.html import write_report
 from prism_ray.reports.sweep import best_trial, gating, write_tables
 from prism_ray.training.base import base_manifest, prepare_base
+from prism_ray.models.load import load_tokenizer
 from prism_ray.training.config import TrainConfig
+from prism_ray.training.dataset import load_run_data
 from prism_ray.training.run import evaluate_checkpoint, merge_best
 
 CONFIG_FILE, BASE_FILE, LOG_FILE = "sweep.json", "base.json", "progress.log"
@@ -88,10 +90,13 @@ def run_sweep(config: SweepConfig, *, resume: bool = False, command: str = "") -
         )
     slots = check_feasible(config.scaling)
     started = datetime.now(UTC)
-    folder.mkdir(parents=True, exist_ok=True)
-    if not resume:
+    if resume:
+        bases = json.loads((folder / BASE_FILE).read_text())
+    else:
+        bases = _prepare(config, folder)
+        write_json(folder / BASE_FILE, bases)
+        # Last, so that a sweep that its input stopped has left nothing that would have to be resumed.
         write_json(folder / CONFIG_FILE, config.to_dict())
-    bases = _prepare(config, folder)
     log = ProgressLog(folder / LOG_FILE, config)
     log.line(f"sweep {config.name}: {config.trials} trials, {slots} at once" + (" (resumed)" if resume else ""))
     results = _tune(config, folder, slots, resume, log)
@@ -161,9 +166,6 @@ def _remote(function: Any, config: SweepConfig, *args: Any) -> Any:
 
 def _prepare(config: SweepConfig, folder: Path) -> dict[str, dict[str, Any]]:
     """Quantize and score the base of every format once; bad data, models and ranks end here, before any trial."""
-    path = folder / BASE_FILE
-    if path.is_file():
-        return json.loads(path.read_text())
     bases: dict[str, dict[str, Any]] = {}
     for name in config.space.format:
         print(f"preparing the {name} base of {config.train.model}", flush=True)
@@ -174,12 +176,13 @@ def _prepare(config: SweepConfig, folder: Path) -> dict[str, dict[str, Any]]:
             max(config.space.rank),
             config.scaling.gpus_per_worker > 0,
         )
+    for note in next(iter(bases.values()))["notes"]:
+        print(note, flush=True)
     parameters = max(entry["parameters_per_rank"] for entry in bases.values()) * max(config.space.rank)
     needed = parameters * 4 * CHECKPOINT_COPIES * (config.keep_checkpoints + 1) * config.trials
     if config.merge_best:
         needed += max(entry["bytes"] for entry in bases.values())
     require_disk(folder, int(needed * 1.1), f"checkpoints of {config.trials} trials")
-    write_json(path, bases)
     return bases
 
 
@@ -208,6 +211,7 @@ def prepare_format(data: dict[str, Any], rank: int, gpu: bool) -> dict[str, Any]
         "scale_plane": manifest["scale_plane"],
         "bytes": size,
         "parameters_per_rank": parameters // rank,
+        "notes": list(load_run_data(config, load_tokenizer(str(base))).notes),
         "metrics": {key: value for key, value in metrics.items() if math.isfinite(value)},
     }
 

@@ -14,6 +14,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+# Read by ray.train when it is imported, in the trial's process as in the driver's.
+os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
+
 import ray.train
 import ray.tune
 from ray.train.torch import TorchConfig, TorchTrainer
@@ -131,6 +134,7 @@ def run_trial(values: dict[str, Any], sweep: dict[str, Any] | None = None) -> No
     """The Tune trainable. values: {"point": a grid point}. Errors of the user's making arrive as one line."""
     config = SweepConfig.load(sweep or {})
     scaling = config.scaling
+    os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(scaling.pending_timeout_s)
     trial = ray.tune.get_context().get_trial_id()
     trainer = TorchTrainer(
         train_worker,
@@ -144,7 +148,11 @@ def run_trial(values: dict[str, Any], sweep: dict[str, Any] | None = None) -> No
         run_config=ray.train.RunConfig(
             name=f"trial-{trial}",
             storage_path=f"{config.storage.rstrip('/')}/{config.name}/train",
-            failure_config=ray.train.FailureConfig(max_failures=config.max_failures),
+            failure_config=ray.train.FailureConfig(
+                max_failures=config.max_failures,
+                # Ray's default retries a group that finds no resources for ever; after the second time-out that is an error.
+                controller_failure_limit=1,
+            ),
             checkpoint_config=ray.train.CheckpointConfig(num_to_keep=config.keep_checkpoints),
             callbacks=[TuneReportCallback()],
             # Its INFO lines repeat every reported metric, which Tune's loggers already write.

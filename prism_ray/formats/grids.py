@@ -62,7 +62,7 @@ class E4M3:
     name = "e4m3"
     largest = 448.0
     smallest = 2.0**-9
-    amax_rules = ("nearest",)
+    amax_rules: tuple[str, ...] = ("nearest",)
 
     def __init__(self) -> None:
         self._values = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(torch.float32)
@@ -87,7 +87,7 @@ class E8M0:
     name = "e8m0"
     largest = 2.0**127
     smallest = 2.0**-127
-    amax_rules = ("even", "floor", "ceil")
+    amax_rules: tuple[str, ...] = ("even", "floor", "ceil")
 
     def __init__(self) -> None:
         self._values = torch.ldexp(torch.ones(256, dtype=torch.float64), torch.arange(-127, 129)).to(torch.float32)

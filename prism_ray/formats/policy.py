@@ -11,7 +11,7 @@ import fnmatch
 from dataclasses import dataclass
 
 from pydantic import Field
-from torch import nn
+from torch import Tensor, nn
 
 from prism_ray.core.config import Config
 from prism_ray.core.errors import FormatError, ModelError
@@ -78,7 +78,7 @@ def make_plan(model: nn.Module, policy: QuantPolicy) -> QuantPlan:
     offending: list[str] = []
     planned: set[int] = set()
 
-    def consider(name: str, weight: nn.Parameter, kind: str) -> None:
+    def consider(name: str, weight: Tensor, kind: str) -> None:
         chosen = policy.format_of(name)
         planned.add(id(weight))
         if chosen is None:
@@ -105,8 +105,8 @@ def make_plan(model: nn.Module, policy: QuantPolicy) -> QuantPlan:
                     f"experts of {type(module).__name__} are stored transposed and interleaved, which has no reader or writer yet",
                     where=name,
                 )
-            for parameter in expert_parameters(module):
-                consider(f"{name}.{parameter}", getattr(module, parameter), "experts")
+            for fused in expert_parameters(module):
+                consider(f"{name}.{fused}", getattr(module, fused), "experts")
     if offending:
         raise FormatError(
             f"{len(offending)} layer(s) do not divide into blocks: {', '.join(offending)}",
@@ -129,5 +129,5 @@ def make_plan(model: nn.Module, policy: QuantPolicy) -> QuantPlan:
     return QuantPlan(policy=policy, entries=tuple(entries), kept=tuple(kept))
 
 
-def _bytes(parameter: nn.Parameter) -> int:
+def _bytes(parameter: Tensor) -> int:
     return parameter.numel() * parameter.element_size()

@@ -54,6 +54,26 @@ class DeepSpeedBackend:
             dist_init_required=False,
             config=self._settings(config, objective),
         )
+        if self.stage:
+            self._make_moments()
+
+    def _make_moments(self) -> None:
+        """Zero Adam moments of this worker's flat partitions, as AdamW itself makes them in its first step.
+
+        DeepSpeed's getters and setters of optimizer state find nothing before that step, so a fresh engine could not take over a checkpoint.
+        """
+        flat = self.optimizer.fp32_partitioned_groups_flat if self.stage == 3 else self.optimizer.single_partition_of_fp32_groups
+        for partition in flat:
+            self._inner().state[partition] = {
+                "step": torch.tensor(0.0),
+                FIRST_MOMENT: torch.zeros_like(partition, requires_grad=False),
+                SECOND_MOMENT: torch.zeros_like(partition, requires_grad=False),
+            }
+        if self.stage < 3:
+            from deepspeed.utils import lazy_init_hp_params_optimizer_state
+
+            for group, partition in zip(self.optimizer.bit16_groups, flat, strict=True):
+                lazy_init_hp_params_optimizer_state(group, partition, self._inner().state)
 
     def _settings(self, config: TrainConfig, objective: Objective) -> dict[str, Any]:
         settings: dict[str, Any] = {
@@ -103,8 +123,7 @@ class DeepSpeedBackend:
             value = safe_get_full_fp32_param(parameter)
             entry = {VALUE: value}
             for key in (FIRST_MOMENT, SECOND_MOMENT):
-                moment = safe_get_full_optimizer_state(parameter, key)
-                entry[key] = torch.zeros_like(value) if moment is None else moment
+                entry[key] = safe_get_full_optimizer_state(parameter, key)
             shape = getattr(parameter, "ds_shape", parameter.shape)
             out[name] = {key: tensor.detach().to("cpu", torch.float32, copy=True).view(shape) for key, tensor in entry.items()}
         return out

@@ -138,14 +138,14 @@ def write_adapter(context: RunContext, result: TrainResult, folder: Path, metric
 
 
 def evaluate_checkpoint(config: TrainConfig, folder: Path, *, device: str = "cpu") -> dict[str, float]:
-    """Validation and test metrics of a quantized checkpoint folder as it is: a base, or a merged adapter."""
+    """Test metrics of a quantized checkpoint folder as it is: a base, or a merged adapter."""
     if config.threads:
         torch.set_num_threads(config.threads)
     dtype = compute_dtype(config.dtype, device)
     data = load_run_data(config, load_tokenizer(str(folder)))
     backend = InferenceBackend(Objective(load_quantized_model(folder, dtype=dtype, device=device), dtype))
     context = RunContext(config=config, base=folder, model=backend.objective.model, data=data, backend=backend)
-    return task_metrics(context, "validation") | task_metrics(context, "test")
+    return task_metrics(context, "test")
 
 
 def merge_best(config: TrainConfig, base: Path, adapter_folder: Path, out: Path, *, device: str = "cpu") -> dict[str, Any]:

@@ -16,12 +16,14 @@ from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from prism_ray.calibrate.quantize import quantize_to_folder
 from prism_ray.core.errors import CheckpointError, FormatError
 from prism_ray.formats import compressed_tensors as convention
 from prism_ray.formats import e2m1
-from prism_ray.formats.checkpoint import read_quantized
+from prism_ray.formats.checkpoint import load_quantized_model, read_quantized
+from prism_ray.formats.modules import quantized_modules
 from prism_ray.formats.policy import QuantPolicy, make_plan
 from prism_ray.formats.spec import FORMATS, FormatSpec
 from prism_ray.formats.tensor import QuantTensor
@@ -106,6 +108,24 @@ def test_the_package_decompresses_our_folder_to_our_weights(folder):
     # A relative difference below 2^-22 crosses a rounding boundary of an 8-bit significand (2^-9 half a step) with probability below
     # 2^-22 / 2^-9 = 1e-4 on average; ten times that would be another convention.
     assert differing <= 1e-3 * total
+
+
+@both
+def test_transformers_loads_our_folder_through_the_package(name, tmp_path):
+    """What a user of the folder without prism-ray gets: dense Linear layers in bfloat16."""
+    quantize_to_folder(tiny_llama(seed=2), tiny_tokenizer(), QuantPolicy(format=name), tmp_path / "q")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "q", dtype=torch.bfloat16)
+    ours = load_quantized_model(tmp_path / "q")
+    with torch.no_grad():
+        ids = torch.tensor([[1, 5, 9, 40, 200, 7]])
+        a, b = theirs(ids).logits, ours(ids).logits  # their first forward decompresses
+    for path, module in quantized_modules(ours):
+        steps = (ordered(theirs.get_submodule(path).weight.detach()) - ordered(module.dequantize(torch.bfloat16))).abs()
+        assert steps.max() <= (1 if FORMATS[name].has_tensor_scale else 0), path
+    for key, value in ours.named_parameters():
+        assert torch.equal(theirs.get_parameter(key), value), key
+    # Weights that differ by a step in at most 1e-3 of the places change logits by far less than their spread.
+    assert torch.equal(a, b) if name == "mxfp4" else (a - b).abs().max() < 0.05 * b.abs().max()
 
 
 @both

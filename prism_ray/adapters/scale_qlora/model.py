@@ -66,7 +66,14 @@ class ScaleQLoraModel(BaseTuner):
         return peft_config
 
     def _create_and_replace(
-        self, peft_config: Any, adapter_name: str, target: nn.Module, target_name: str, parent: nn.Module, current_key: str, **_: Any
+        self,
+        peft_config: Any,
+        adapter_name: str,
+        target: nn.Module,
+        target_name: str,
+        parent: nn.Module,
+        current_key: str,
+        parameter_name: str | None = None,
     ) -> None:
         if isinstance(target, ScaleQLoraLinear):
             target.update_layer(adapter_name, peft_config, inference_mode=peft_config.inference_mode)

@@ -1,0 +1,235 @@
+"""The sweep on a real local cluster: a job submitted with `ray job submit`, bad trials, killed workers, killed drivers.
+
+Tiny random models keep a trial at seconds; everything else is the shipped code on real Ray, Tune, Train V2 and DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from prism_ray.core.manifest import read_manifest
+from prism_ray.dist.local import LocalHead
+from prism_ray.formats.checkpoint import KIND, read_quantized
+from tests.ray.conftest import ROOT, TINY, run_sweep, sweep_command
+
+pytestmark = pytest.mark.ray
+
+
+def job_status(head: LocalHead, submission: str) -> str:
+    done = subprocess.run(
+        [str(Path(sys.executable).parent / "ray"), "job", "status", submission],
+        env=head.env,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    return done.stdout + done.stderr
+
+
+def submit(head: LocalHead, submission: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    ray = str(Path(sys.executable).parent / "ray")
+    command = [ray, "job", "submit", "--submission-id", submission, "--working-dir", ".", "--", "python", "jobs/sweep_pqt.py", *arguments]
+    return subprocess.run(command, env=head.env, cwd=ROOT, capture_output=True, text=True, timeout=540, check=False)
+
+
+def test_submitted_job_gives_tables_report_and_a_bit_exact_merge(head: LocalHead, tiny_model: str, tmp_path: Path):
+    options = [*TINY, f"train.model={tiny_model}", "space.rank=[2]", "space.strength=[0.0,0.5]", "name=job", f"storage={tmp_path}"]
+    done = submit(head, "prism-good", *options)
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert "SUCCEEDED" in job_status(head, "prism-good")
+    folder = tmp_path / "job"
+    trials = pd.read_parquet(folder / "trials.parquet")
+    assert len(trials) == 2
+    assert set(trials["state"]) == {"good"}
+    assert sorted(trials["lambda_"]) == [0.0, 0.5]
+    pd.testing.assert_frame_equal(
+        pd.read_csv(folder / "trials.csv")[["trial_id", "rank"]], trials[["trial_id", "rank"]].astype({"rank": "int64"}), check_dtype=False
+    )
+    history = pd.read_parquet(folder / "history.parquet")
+    for _, curve in history.groupby("trial_id"):
+        assert curve["step"].tolist() == [1, 2, 3, 4, 5, 6]
+        assert np.isfinite(curve["loss"]).all()
+    page = (folder / "report.html").read_text()
+    assert all(trial in page for trial in trials["trial_id"])
+    # TensorBoard's event files come from Tune's own logger.
+    assert len(list((folder / "tune").rglob("events.out.tfevents.*"))) == 2
+    # The merge: same codes as the base, on-grid scales, and the scales that the adapter's plane holds.
+    base = json.loads((folder / "base.json").read_text())["nvfp4"]
+    manifest = read_manifest(folder / "best" / "merged", KIND)
+    assert manifest["code_plane"] == base["code_plane"]
+    assert manifest["merge"]["max_abs_dw"] == 0.0
+    assert manifest["merge"]["changed"] > 0
+    _, merged, _ = read_quantized(folder / "best" / "merged")
+    plane = load_file(folder / "best" / "adapter" / "scale_plane.safetensors")
+    assert plane.keys() == merged.keys()
+    assert all(torch.equal(plane[name], merged[name].scales) for name in plane)
+
+
+def test_nan_never_wins_and_too_few_good_trials_fail_the_job(head: LocalHead, tiny_model: str, tmp_path: Path):
+    # A learning rate of 1e30 makes the second step's loss NaN or infinite; 5e-3 is fine.
+    options = [
+        *TINY,
+        f"train.model={tiny_model}",
+        "train.backend=local",
+        "space.rank=[2]",
+        "space.strength=[0.0]",
+        'space.learning_rate={"nvfp4":[0.005,1e30]}',
+    ]
+    done = submit(head, "prism-half", *options, "required_good=2", "name=half", f"storage={tmp_path}")
+    assert done.returncode != 0
+    assert "FAILED" in job_status(head, "prism-half")
+    trials = pd.read_parquet(tmp_path / "half" / "trials.parquet").set_index("learning_rate")
+    assert trials.loc[0.005, "state"] == "good"
+    assert trials.loc[1e30, "state"] == "diverged"
+    assert "NaN or infinite" in trials.loc[1e30, "reason"]
+    assert "1 of 2 trials are good, 2 required" in done.stdout + done.stderr
+    manifest = json.loads((tmp_path / "half" / "best" / "adapter" / "train_config.json").read_text())
+    assert manifest["optimizer"]["learning_rate"] == 0.005
+
+
+def train_workers(head: LocalHead) -> list[psutil.Process]:
+    """Ray Train's worker processes of this head."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        title = " ".join(process.info["cmdline"] or ())
+        if "RayTrainWorker" in title and str(head.folder) in " ".join(_environment(process)):
+            found.append(process)
+    return found
+
+
+def _environment(process: psutil.Process) -> list[str]:
+    try:
+        return [*process.environ().values(), *(file.path for file in process.open_files())]
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return []
+
+
+def wait_for(condition, what: str, seconds: float = 300.0):
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if value := condition():
+            return value
+        time.sleep(0.2)
+    raise AssertionError(f"{what} did not happen within {seconds} s")
+
+
+def start_sweep(head: LocalHead, storage: Path, name: str, *arguments: str) -> subprocess.Popen[bytes]:
+    output = open(storage / f"{name}.out", "wb")  # noqa: SIM115 (the process writes to it)
+    return subprocess.Popen(
+        sweep_command(*arguments, f"name={name}", f"storage={storage}"),
+        env=head.env,
+        cwd=ROOT,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
+def evaluations(log: Path) -> list[str]:
+    return [line for line in log.read_text().splitlines() if " step " in line and "ended" not in line] if log.is_file() else []
+
+
+def test_a_killed_worker_is_replaced_from_the_last_checkpoint(head: LocalHead, tiny_model: str, tmp_path: Path):
+    options = [*TINY, f"train.model={tiny_model}", "space.rank=[2]", "space.strength=[0.5]", "train.steps=12", "scaling.concurrent=1"]
+    process = start_sweep(head, tmp_path, "kill", *options)
+    log = tmp_path / "kill" / "progress.log"
+    wait_for(lambda: evaluations(log), "the first evaluation")
+    victims = wait_for(lambda: train_workers(head), "a training worker")
+    for victim in victims:
+        victim.send_signal(signal.SIGKILL)
+    assert process.wait(timeout=400) == 0, (tmp_path / "kill.out").read_text()[-3000:]
+    trial = pd.read_parquet(tmp_path / "kill" / "trials.parquet").iloc[0]
+    assert trial["state"] == "good"
+    assert trial["resumes"] >= 1
+    curve = pd.read_parquet(tmp_path / "kill" / "history.parquet")
+    assert curve["step"].tolist() == list(range(1, 13))
+    # The undisturbed run gives the same curve: steps are functions of their number, and the checkpoint holds the moments.
+    calm = run_sweep(head, tmp_path, "calm", *options)
+    assert calm.code == 0, calm.output[-3000:]
+    np.testing.assert_allclose(curve["task_loss"], calm.history["task_loss"], rtol=1e-5)
+
+
+def test_a_killed_driver_is_resumed_without_running_finished_trials_again(head: LocalHead, tiny_model: str, tmp_path: Path):
+    options = [
+        *TINY,
+        f"train.model={tiny_model}",
+        "space.rank=[2]",
+        "space.strength=[0.0,0.5]",
+        "train.steps=12",
+        "scaling.concurrent=1",
+        "asha.enabled=false",
+    ]
+    process = start_sweep(head, tmp_path, "driver", *options)
+    log = tmp_path / "driver" / "progress.log"
+    wait_for(
+        lambda: log.is_file() and "ended" in log.read_text() and len(evaluations(log)) >= 5,
+        "one trial ended and an evaluation of the second",
+    )
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    before = log.read_text()
+    refused = run_sweep(head, tmp_path, "driver", *options)
+    assert refused.code == 2
+    assert "--resume" in refused.output
+    changed = run_sweep(head, tmp_path, "driver", "--resume", *options, "train.seed=7")
+    assert changed.code == 2
+    assert "'train' differs" in changed.output
+    resumed = run_sweep(head, tmp_path, "driver", "--resume", *options)
+    assert resumed.code == 0, resumed.output[-3000:]
+    trials = resumed.trials.sort_values("lambda_")
+    assert trials["state"].tolist() == ["good", "good"]
+    assert trials["resumes"].tolist()[0] == 0
+    assert trials["resumes"].tolist()[1] >= 1
+    after = log.read_text()[len(before) :]
+    first = trials["trial_id"].iloc[0]
+    assert f"trial {first}" not in after, "the finished trial reported again"
+    for _, curve in resumed.history.groupby("trial_id"):
+        assert curve["step"].tolist() == list(range(1, 13))
+
+
+BAD = {
+    "unknown key": (["train.stepz=3"], "did you mean 'steps'?"),
+    "unknown space": (["--space", "pqt:quickstrat"], "did you mean 'quickstart'?"),
+    "unknown format": (["space.format=[\"nvfp5\"]"], "unknown format 'nvfp5'; did you mean 'nvfp4'?"),
+    "rank 0": (["space.rank=[0]"], "rank must be 1 or more"),
+    "rank above the blocks": (["space.rank=[99]"], "rank 99 exceeds the 4 scale blocks"),
+    "no model": (["train.model=./no/such/model"], "no/such/model"),
+    "missing column": (["train.task.answer=intention"], "intention"),
+    "label outside the set": (["train.task.labels=[\"disk full\",\"certificate expired\"]"], "label"),
+    "too many CPUs": (["scaling.cpus_per_worker=64"], "a trial needs 1 worker(s) of 64 CPU"),
+    "nothing to resume": (["--resume"], "no sweep to resume"),
+    "not enough good trials possible": (["required_good=9"], "required_good is 9"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_line_with_exit_code_2_and_nothing_left(case: str, head: LocalHead, tiny_model: str, tmp_path: Path):
+    arguments, expected = BAD[case]
+    model = [] if "model" in case else [f"train.model={tiny_model}"]
+    result = run_sweep(head, tmp_path, "bad", *TINY, *model, "space.rank=[2]", "space.strength=[0.0]", *arguments, timeout=180)
+    assert result.code == 2, result.output[-2000:]
+    errors = [line for line in result.output.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert expected in errors[0]
+    assert "Traceback" not in result.output
+    assert not (tmp_path / "bad" / "trials.parquet").exists()
+
+
+def test_no_ray_at_the_address_is_one_line(head: LocalHead, tmp_path: Path):
+    result = run_sweep(head, tmp_path, "nowhere", "--address", "127.0.0.1:1", timeout=180)
+    assert result.code == 2
+    assert [line for line in result.output.splitlines() if line.startswith("error: 127.0.0.1:1: no Ray cluster answers")]
