@@ -30,7 +30,7 @@ $(STAMP): requirements/cpu.txt requirements/dev.txt pyproject.toml
 # A head of its own on free loopback ports with two logical CPUs, for which the quickstart is sized; it is gone when the job has ended.
 sweep: $(STAMP)
 	@$(BIN)/prism-ray package . --limit-mib 20
-	@$(BIN)/prism-ray local -- $(BIN)/ray job submit --working-dir . -- \
+	@$(BIN)/prism-ray local -- $(BIN)/ray job submit --runtime-env cluster/runtime-env.sweep.yaml --working-dir . -- \
 		python jobs/sweep_pqt.py --space $(SPACE) name=$(NAME) storage=$(RUNS) $(ARGS)
 
 quickstart: sweep

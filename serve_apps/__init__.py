@@ -1,0 +1,1 @@
+"""Ray Serve applications: build(args) -> Application, no work at import."""

@@ -1,0 +1,1 @@
+"""Runs and search spaces: plain functions that return a full, typed config."""

@@ -46,6 +46,9 @@ def environment() -> dict[str, str]:
     env = dict(os.environ)
     env["PATH"] = scripts + os.pathsep + env.get("PATH", "")
     env |= {"RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0", "RAY_TRAIN_V2_ENABLED": "1", "TOKENIZERS_PARALLELISM": "false"}
+    # `ray start` replaces 127.0.0.1 by the machine's outer address, and then listens on every interface, unless clusters are switched off by this
+    # variable, which Ray reads on every system whatever its name says.
+    env["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     env.setdefault("DS_ACCELERATOR", "cpu")
     # transformers' loading bars flood a job log (field case RAY-06).
     env.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
