@@ -7,6 +7,8 @@ written nothing yet, or has put back what was there.
 
 from __future__ import annotations
 
+from typing import Any
+
 EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_USER_ERROR = 2
@@ -19,7 +21,7 @@ class PrismError(Exception):
         self.what, self.where, self.remedy = what, where, remedy
         super().__init__(": ".join(part for part in (where, what) if part) + (f"; {remedy}" if remedy else ""))
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[Any, ...]:
         # Ray and torch.distributed pickle exceptions across processes; keyword-only arguments would be lost.
         return _rebuild, (type(self), self.what, self.where, self.remedy)
 

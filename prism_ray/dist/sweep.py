@@ -258,7 +258,7 @@ def collect(config: SweepConfig, results: ray.tune.ResultGrid, bases: dict[str, 
     """(trials, history): every trial with state and reason, and its curves."""
     rows: list[dict[str, Any]] = []
     curves: list[pd.DataFrame] = []
-    for result in results:
+    for result in (results[index] for index in range(len(results))):
         metrics = result.metrics or {}
         point = (result.config or metrics.get("config") or {})["point"]
         trial_id = str(metrics.get("trial_id") or Path(result.path).name.split("-")[0])

@@ -136,27 +136,29 @@ def run_trial(values: dict[str, Any], sweep: dict[str, Any] | None = None) -> No
     scaling = config.scaling
     os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(scaling.pending_timeout_s)
     trial = ray.tune.get_context().get_trial_id()
+    # With Train V2 switched on these names are V2's, which type checkers cannot know.
+    v2: Any = ray.train
     trainer = TorchTrainer(
         train_worker,
         train_loop_config={"train": config.trial_config(values["point"]).to_dict(), "gpu": scaling.gpus_per_worker > 0},
         torch_config=TorchConfig(backend="nccl" if scaling.gpus_per_worker else "gloo"),
-        scaling_config=ray.train.ScalingConfig(
+        scaling_config=v2.ScalingConfig(
             num_workers=scaling.workers,
             use_gpu=scaling.gpus_per_worker > 0,
             resources_per_worker={"CPU": scaling.cpus_per_worker, **({"GPU": scaling.gpus_per_worker} if scaling.gpus_per_worker else {})},
         ),
-        run_config=ray.train.RunConfig(
+        run_config=v2.RunConfig(
             name=f"trial-{trial}",
             storage_path=f"{config.storage.rstrip('/')}/{config.name}/train",
-            failure_config=ray.train.FailureConfig(
+            failure_config=v2.FailureConfig(
                 max_failures=config.max_failures,
                 # Ray's default retries a group that finds no resources for ever; after the second time-out that is an error.
                 controller_failure_limit=1,
             ),
-            checkpoint_config=ray.train.CheckpointConfig(num_to_keep=config.keep_checkpoints),
+            checkpoint_config=v2.CheckpointConfig(num_to_keep=config.keep_checkpoints),
             callbacks=[TuneReportCallback()],
             # Its INFO lines repeat every reported metric, which Tune's loggers already write.
-            logging_config=ray.train.LoggingConfig(log_level="WARNING"),
+            logging_config=v2.LoggingConfig(log_level="WARNING"),
         ),
     )
     trainer.fit()

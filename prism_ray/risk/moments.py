@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 
@@ -41,7 +42,8 @@ class FeatureMoments:
     tokens_squared: float = 0.0
 
     def __add__(self, other: FeatureMoments) -> FeatureMoments:
-        return FeatureMoments(**{field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)})
+        sums: dict[str, Any] = {field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)}
+        return FeatureMoments(**sums)
 
     def to_list(self) -> list[float]:
         """The sums in field order, for an all-reduce."""
@@ -51,9 +53,10 @@ class FeatureMoments:
     def from_list(cls, values: list[float]) -> FeatureMoments:
         """Inverse of `to_list`."""
         counts = {"tokens", "examples"}
-        return cls(
-            **{field.name: round(value) if field.name in counts else value for field, value in zip(fields(cls), values, strict=True)}
-        )
+        named: dict[str, Any] = {
+            field.name: round(value) if field.name in counts else value for field, value in zip(fields(cls), values, strict=True)
+        }
+        return cls(**named)
 
     @property
     def rho_target(self) -> float:

@@ -66,7 +66,7 @@ def load_run_data(config: TrainConfig, tokenizer: Any) -> RunData:
 def _groups(examples: Sequence[Example], task: TaskConfig, tokenizer: Any) -> list[list[Encoded]]:
     if not task.labels:
         return []
-    options = {"answer_prefix": task.separator, "max_tokens": task.max_tokens, "chat": task.chat}
+    options: dict[str, Any] = {"answer_prefix": task.separator, "max_tokens": task.max_tokens, "chat": task.chat}
     return [encode_candidates(example, task.label_texts, tokenizer, **options) for example in examples]
 
 

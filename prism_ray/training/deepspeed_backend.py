@@ -103,6 +103,11 @@ class DeepSpeedBackend:
     def step(self, learning_rate: float) -> float:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
+        if self.stage == 0:
+            # The engine reports a norm for its own optimizers only; gradients are reduced at this point.
+            norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in self.parameters.values() if parameter.grad is not None])
+            self.engine.step()
+            return float(norm)
         self.engine.step()
         norm = self.engine.get_global_grad_norm()
         return float("nan") if norm is None else float(norm)
@@ -129,20 +134,31 @@ class DeepSpeedBackend:
         return out
 
     def import_state(self, state: State, step: int) -> None:
-        from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
+        from deepspeed import utils
 
         if self.stage == 0:
             for name, parameter in self.parameters.items():
                 load_plain_state(parameter, self._inner(), state[name], step)
             return
+        # The setters of full values do not know the padding of a ZeRO-3 partition: a parameter that the workers do not divide evenly is out of range.
+        if self.stage == 3:
+            set_value, set_moment, part = utils.safe_set_local_fp32_param, utils.safe_set_local_optimizer_state, self._partition
+        else:
+            set_value, set_moment, part = utils.safe_set_full_fp32_param, utils.safe_set_full_optimizer_state, lambda _, value: value
         for name, parameter in self.parameters.items():
-            device = parameter.device
-            safe_set_full_fp32_param(parameter, state[name][VALUE].to(device))
+            set_value(parameter, part(parameter, state[name][VALUE]).to(parameter.device))
             for key in (FIRST_MOMENT, SECOND_MOMENT):
-                safe_set_full_optimizer_state(parameter, state[name][key].to(device), key)
+                set_moment(parameter, part(parameter, state[name][key]).to(parameter.device), key)
         for values in self._inner().state.values():
             values["step"] = torch.tensor(float(step))
         self._refresh(state)
+
+    def _partition(self, parameter: Any, value: torch.Tensor) -> torch.Tensor:
+        """This worker's slice of a full value under ZeRO-3, zeros behind the end."""
+        size = parameter.ds_tensor.numel()
+        flat = torch.zeros(size * self.world, dtype=value.dtype)
+        flat[: value.numel()] = value.flatten()
+        return flat[size * self.rank : size * (self.rank + 1)]
 
     def _refresh(self, state: State) -> None:
         """Bring the parameters that the forward reads in line with the master copies that were just set."""
