@@ -10,8 +10,8 @@ import pytest
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-# The suite shares two cores with the workers it starts; oversubscribed threads cost more than they bring.
-os.environ.setdefault("OMP_NUM_THREADS", "2")
+# The suite shares two cores with the workers it starts; spinning threads cost more there than they bring to tiny models.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 ROOT = Path(__file__).resolve().parent.parent
 

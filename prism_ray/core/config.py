@@ -40,8 +40,8 @@ class Config(BaseModel):
     def with_overrides(self, overrides: Mapping[str, Any] | Iterable[str]) -> Self:
         """A copy with dotted keys replaced.
 
-        overrides: {"train.steps": 10} or ["train.steps=10"]; a string value is read as JSON where that parses (numbers, lists,
-        true, null), else kept as text. Unknown keys raise ConfigError with the nearest valid name.
+        overrides: {"train.steps": 10}, values as they are, or ["train.steps=10"], where the text behind = is read as JSON if it parses (numbers, lists,
+        true, null) and kept as text if not. Unknown keys raise ConfigError with the nearest valid name.
         """
         pairs = overrides.items() if isinstance(overrides, Mapping) else [_split(item) for item in overrides]
         data = self.to_dict()
@@ -54,6 +54,8 @@ class Config(BaseModel):
                 if node.get(name) is None:
                     raise ConfigError(f"'{name}' is not set, so '{key}' cannot be changed", where=key, remedy=f"set {name} first")
                 node = node[name]
+                # An earlier override of this call may have filled what was not set; its names are checked when the whole is loaded.
+                owner = node if owner is None else owner
             _child(owner, leaf, key)
             node[leaf] = value
         return type(self).load(data)

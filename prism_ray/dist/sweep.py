@@ -101,7 +101,8 @@ def run_sweep(config: SweepConfig, *, resume: bool = False, command: str = "") -
     log.line(f"sweep {config.name}: {config.trials} trials, {slots} at once" + (" (resumed)" if resume else ""))
     results = _tune(config, folder, slots, resume, log)
     trials, history = collect(config, results, bases)
-    best = best_trial(trials)
+    by_loss = config.train.selection == "loss" or not config.train.task.labels
+    best = best_trial(trials, "validation_loss", mode="min") if by_loss else best_trial(trials)
     summary: dict[str, Any] = {
         "name": config.name,
         "started": started.isoformat(timespec="seconds"),
@@ -109,6 +110,7 @@ def run_sweep(config: SweepConfig, *, resume: bool = False, command: str = "") -
         "task": config.train.task.name,
         "formats": list(config.space.format),
         "required_good": config.required_good,
+        "selection": "loss" if by_loss else "accuracy",
         "command": command,
         "seeds": [config.train.seed],
         "versions": {"prism-ray": __version__, "ray": ray.__version__, **_versions()},

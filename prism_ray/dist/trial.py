@@ -28,6 +28,7 @@ from prism_ray.dist.config import SweepConfig
 from prism_ray.training.backends import Backend, LocalBackend
 from prism_ray.training.checkpoint import latest_complete
 from prism_ray.training.config import TrainConfig
+from prism_ray.training.loop import selection_metric
 from prism_ray.training.objective import Objective
 from prism_ray.training.run import build, final_metrics, install, train, write_adapter
 
@@ -84,7 +85,7 @@ def _train_worker(payload: dict[str, Any]) -> None:
             shown = _finite(metrics)
             if "validation_n" in metrics:
                 rung = -(-int(metrics["step"]) // config.eval_every)
-                shown |= {RUNG: rung, METRIC: _metric(metrics)}
+                shown |= {RUNG: rung, METRIC: selection_metric(config, metrics)}
             _report(shown, folder)
 
         result = train(context, report=report, resume=resume)
@@ -104,7 +105,7 @@ def _train_worker(payload: dict[str, Any]) -> None:
         return
     install(context, result.best)
     best = next(row for row in result.progress.history if row["step"] == result.progress.best_step)
-    values |= {METRIC: _metric(best), "trainable_parameters": float(sum(value.numel() for value in result.best.values()))}
+    values |= {METRIC: selection_metric(config, best), "trainable_parameters": float(sum(value.numel() for value in result.best.values()))}
     values |= {key: best[key] for key in best if key.startswith("validation_") or key in ("omega", "one_minus_omega", "delta_rho")}
     values |= final_metrics(context)
     with tempfile.TemporaryDirectory(prefix="prism-final-") as name:
@@ -114,11 +115,6 @@ def _train_worker(payload: dict[str, Any]) -> None:
             write_adapter(context, result, folder / ADAPTER_FOLDER, values)
             write_json(folder / FINAL_FILE, _finite(values))
         _report(_finite(values), folder)
-
-
-def _metric(row: dict[str, Any]) -> float:
-    accuracy = row.get("validation_accuracy", math.nan)
-    return float(accuracy) if math.isfinite(accuracy) else -float(row["validation_loss"])
 
 
 def _finite(metrics: dict[str, Any]) -> dict[str, Any]:

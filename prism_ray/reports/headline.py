@@ -41,7 +41,7 @@ def headline(trials: pd.DataFrame, best: pd.Series | None, readings: Sequence[Ga
         chosen += f" ({best['penalty']})"
     title = f"{chosen}, rank {count(number(best, 'rank'))}, {best['format']}"
     tuned, n, base = number(best, "test_accuracy"), number(best, "test_n"), number(best, "base_test_accuracy")
-    sentences = [f"Trial {best['trial_id']} has the best validation accuracy: {accuracy_sentence(*_validation(best))}."]
+    sentences = [f"Trial {best['trial_id']} {_why(best, summary)}"]
     gain, clear = _gain(tuned, base, n)
     sentences.append(gain)
     sentences.append(_loss(best))
@@ -59,6 +59,14 @@ def headline(trials: pd.DataFrame, best: pd.Series | None, readings: Sequence[Ga
         sentences.insert(0, f"The sweep FAILED: {tally}")
         lead = "Too few good trials; best so far:"
     return Headline(level, f"{lead} {title}", [sentence for sentence in sentences if sentence])
+
+
+def _why(best: pd.Series, summary: Mapping[str, Any]) -> str:
+    """What made this trial the best: summary['selection'] is 'loss' or 'accuracy' (default)."""
+    accuracy = accuracy_sentence(*_validation(best))
+    if summary.get("selection") == "loss":
+        return f"has the lowest validation log-loss, {fixed(number(best, 'validation_loss'))} nats; its validation accuracy: {accuracy}."
+    return f"has the best validation accuracy: {accuracy}."
 
 
 def _validation(trial: pd.Series) -> tuple[float | None, float | None]:

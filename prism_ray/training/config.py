@@ -50,7 +50,9 @@ class TrainConfig(Config):
 
     model: any source of prism_ray.models, full precision (quantized to `format` by RTN, once, cached) or already a checkpoint of that format.
     batch_size: sequences per optimizer step over all workers; micro_batch_size: per worker and forward pass. eval_every, patience: validation every so
-    many steps, stop after that many evaluations without a better one (0: never stop early). report_every: step metrics are reported every so many steps
+    many steps, stop after that many evaluations without a better one (0: never stop early). selection: what makes an adapter of a run, and a
+    trial, the best: the lowest validation log-loss (over the label set, or per answer token), or the highest accuracy; on a few dozen examples the loss is
+    by far the less noisy. report_every: step metrics are reported every so many steps
     (a report waits for every worker and for Ray's controller, up to a second). backend: `local` needs neither Ray nor
     DeepSpeed. zero_stage: DeepSpeed only. threads: torch threads per worker, 0 leaves torch's default.
     """
@@ -67,6 +69,7 @@ class TrainConfig(Config):
     micro_batch_size: int = Field(default=16, ge=1)
     eval_every: int = Field(default=10, ge=1)
     patience: int = Field(default=0, ge=0)
+    selection: Literal["loss", "accuracy"] = "loss"
     report_every: int = Field(default=1, ge=1)
     eval_batch_tokens: int = Field(default=2048, ge=1)
     scoring: Literal["packed", "plain"] = "packed"

@@ -7,7 +7,7 @@ Every mean is over the whole optimizer step: the cross-entropy of a step is its 
 workers, divided by their number, however they are cut (field case CAL-06's mean of means cannot occur). The order of examples is a function of the
 step, so a resumed run sees the batches that an undisturbed one would have seen, with any number of workers.
 
-The adapter of the best validation metric is the result: highest accuracy for a task with labels, lowest answer loss otherwise, ties by loss.
+The adapter of the best validation metric (`TrainConfig.selection`) is the result; ties go to the lower loss, then to the earlier step.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 from prism_ray.core.errors import ConfigError
 from prism_ray.core.progress import Progress as ProgressLine
 from prism_ray.risk.shape import delta_rho, omega, shape_penalty
-from prism_ray.training.backends import VALUE, Backend
+from prism_ray.training.backends import VALUE, Backend, State
 from prism_ray.training.checkpoint import Progress, load_checkpoint, save_checkpoint
 from prism_ray.training.config import TrainConfig
 from prism_ray.training.data import Batch, StepSampler, collate, shard
@@ -104,7 +104,12 @@ class Trainer:
                     progress.step, loss=last["loss"], one_minus_omega=last["one_minus_omega"], tokens_per_second=last["tokens_per_second"]
                 )
             if progress.step % self.config.eval_every == 0 or progress.step == self.config.steps:
-                best = self._evaluate(progress, best, last)
+                state = self.backend.export_state()
+                # A NaN factor need not show in the loss: attention on a CPU has been seen to turn NaN queries into finite outputs.
+                if not all(bool(torch.isfinite(entry[VALUE]).all()) for entry in state.values()):
+                    self._tell(last | {"diverged": 1.0}, None)
+                    return TrainResult(progress=progress, best=best, diverged=True, last=last)
+                best = self._evaluate(progress, best, last, state)
             elif progress.step % self.config.report_every == 0:
                 self._tell(last, None)
         return TrainResult(progress=progress, best=best, diverged=False, last=last)
@@ -204,10 +209,9 @@ class Trainer:
         self.backend.objective.train()
         return out
 
-    def _evaluate(self, progress: Progress, best: dict[str, torch.Tensor], last: dict[str, float]) -> dict[str, torch.Tensor]:
+    def _evaluate(self, progress: Progress, best: dict[str, torch.Tensor], last: dict[str, float], state: State) -> dict[str, torch.Tensor]:
         measured = self.validate()
-        metric = measured["validation_accuracy"] if self.data.labels else -measured["validation_loss"]
-        state = self.backend.export_state()
+        metric = selection_metric(self.config, measured)
         better = progress.best_metric is None or (metric, -measured["validation_loss"]) > (
             progress.best_metric,
             -(progress.best_loss or 0.0),
@@ -235,6 +239,12 @@ class Trainer:
     def _tell(self, metrics: dict[str, Any], folder: Path | None) -> None:
         if self.report is not None:
             self.report(metrics, folder)
+
+
+def selection_metric(config: TrainConfig, measured: dict[str, float]) -> float:
+    """The number whose highest value is best: accuracy where the run selects by it and the task has labels, else the negative validation loss."""
+    accuracy = measured.get("validation_accuracy", math.nan)
+    return accuracy if config.selection == "accuracy" and math.isfinite(accuracy) else -measured["validation_loss"]
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:

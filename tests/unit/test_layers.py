@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "quantizers": {"core", "formats", "hessian"},
     "models": {"core", "formats"},
     "calibrate": LEVEL_2,
-    "training": LEVEL_2 | {"adapters"},
+    "training": LEVEL_2 | {"adapters", "calibrate"},
     "adapters": LEVEL_2,
     "engines": LEVEL_3,
     "reports": LEVEL_3,
