@@ -10,15 +10,15 @@ from prism_ray.training.task import BenchmarkConfig, ReferenceConfig, TaskConfig
 def demo() -> TrainConfig:
     """SmolLM2-135M on the generated ticket task: minutes on two CPU cores, no data needed."""
     return TrainConfig(
-        task=demo_task(train=480, validation=48, test=120),
-        benchmark=demo_benchmark(max_examples=80),
+        task=demo_task(train=320, validation=32, test=80, distractors=10),
+        benchmark=demo_benchmark(max_examples=50),
         adapter=AdapterConfig(rank=8),
         regularizer=RegularizerConfig(reference=demo_reference(max_tokens=64), batch=2),
         optimizer=OptimizerConfig(learning_rate=5e-3),
-        steps=18,
-        batch_size=12,
-        micro_batch_size=12,
-        eval_every=9,
+        steps=16,
+        batch_size=10,
+        micro_batch_size=10,
+        eval_every=8,
     )
 
 

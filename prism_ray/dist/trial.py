@@ -30,7 +30,7 @@ from prism_ray.training.checkpoint import latest_complete
 from prism_ray.training.config import TrainConfig
 from prism_ray.training.loop import selection_metric
 from prism_ray.training.objective import Objective
-from prism_ray.training.run import build, final_metrics, install, train, write_adapter
+from prism_ray.training.run import build, code_shard, final_metrics, install, train, write_adapter
 
 METRIC = "validation_metric"
 RUNG = "rung"
@@ -97,7 +97,7 @@ def _train_worker(payload: dict[str, Any]) -> None:
     }
     values |= {
         "train_seconds": result.progress.seconds,
-        "train_tokens": float(result.progress.tokens),
+        "train_tokens": float(result.progress.tokens), "tokens_per_second": result.progress.tokens / max(result.progress.seconds, 1e-9),
         "resumes": float(len(result.progress.resumed_at)),
     }
     if result.diverged or not result.best:
@@ -105,6 +105,7 @@ def _train_worker(payload: dict[str, Any]) -> None:
         return
     install(context, result.best)
     best = next(row for row in result.progress.history if row["step"] == result.progress.best_step)
+    values["code_bytes_per_worker"] = float(code_shard(context.model)[0])
     values |= {METRIC: selection_metric(config, best), "trainable_parameters": float(sum(value.numel() for value in result.best.values()))}
     values |= {key: best[key] for key in best if key.startswith("validation_") or key in ("omega", "one_minus_omega", "delta_rho")}
     values |= final_metrics(context)

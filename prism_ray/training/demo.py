@@ -2,7 +2,8 @@
 
 Locations that `prism_ray.training.task` reads like files:
 
-    demo:tickets?split=train&rows=640&seed=0    columns text, intent; `rows` and `seed` optional, split one of train, validation, test
+    demo:tickets?split=train&rows=640&seed=0    columns text, intent; `rows`, `seed` and `distractors` (percent of tickets with one, default
+                                                60) optional, split one of train, validation, test
     demo:reference                              column text; 32 paragraphs of general prose
     demo:benchmark                              columns question, answer; short general knowledge, disjoint from the tickets
 
@@ -39,7 +40,7 @@ def demo_rows(location: str) -> list[dict[str, str]]:
     known = {"tickets": _ticket_rows, "reference": _reference_rows, "benchmark": _benchmark_rows}
     if name not in known:
         raise DataError(f"no demo set '{name}'", where=location, remedy=suggest(name, sorted(known)))
-    allowed = ("split", "rows", "seed") if name == "tickets" else ()
+    allowed = ("split", "rows", "seed", "distractors") if name == "tickets" else ()
     try:
         options = dict(parse_qsl(query, strict_parsing=True)) if query else {}
     except ValueError:
@@ -50,25 +51,28 @@ def demo_rows(location: str) -> list[dict[str, str]]:
     return known[name](location, options)
 
 
-def tickets(split: str, rows: int, seed: int = 0) -> list[dict[str, str]]:
+def tickets(split: str, rows: int, seed: int = 0, distractors: int = 60) -> list[dict[str, str]]:
     """`rows` distinct tickets {text, intent} with the intents in turn, so that any multiple of their number is balanced."""
     result: list[dict[str, str]] = []
     seen: set[str] = set()
     for index in range(rows):
         intent = INTENTS[index % len(INTENTS)]
         generator = random.Random(f"prism-ray tickets {seed} {split} {index}")
-        text = _ticket(intent, split, generator)
+        text = _ticket(intent, split, generator, distractors)
         while text in seen:
-            text = _ticket(intent, split, generator)
+            text = _ticket(intent, split, generator, distractors)
         seen.add(text)
         result.append({"text": text, "intent": intent})
     return result
 
 
-def demo_task(*, seed: int = 0, train: int = 640, validation: int = 96, test: int = 240) -> TaskConfig:
-    """The ticket task over `demo:` locations, with that many rows a split; nothing is written."""
+def demo_task(*, seed: int = 0, train: int = 640, validation: int = 96, test: int = 240, distractors: int = 60) -> TaskConfig:
+    """The ticket task over `demo:` locations, with that many rows a split; nothing is written. distractors: percent of tickets that also rule out another
+    problem in its own words, which is what makes the task hard."""
     sizes = {"train": train, "validation": validation, "test": test}
-    return _task({split: f"demo:tickets?split={split}&rows={rows}&seed={seed}" for split, rows in sizes.items()}, seed)
+    return _task(
+        {split: f"demo:tickets?split={split}&rows={rows}&seed={seed}&distractors={distractors}" for split, rows in sizes.items()}, seed
+    )
 
 
 def write_demo(folder: Path | str, seed: int = 0, *, train: int = 640, validation: int = 96, test: int = 240) -> TaskConfig:
@@ -118,7 +122,7 @@ def _ticket_rows(location: str, options: dict[str, str]) -> list[dict[str, str]]
     split = options.get("split", "train")
     if split not in DEFAULT_ROWS:
         raise DataError(f"demo:tickets has no split '{split}'", where=location, remedy=suggest(split, DEFAULT_ROWS))
-    numbers = {"rows": DEFAULT_ROWS[split], "seed": 0}
+    numbers = {"rows": DEFAULT_ROWS[split], "seed": 0, "distractors": 60}
     for key in numbers:
         if key in options:
             try:
@@ -127,7 +131,9 @@ def _ticket_rows(location: str, options: dict[str, str]) -> list[dict[str, str]]
                 raise DataError(f"{key} is '{options[key]}', not a whole number", where=location) from None
     if not 1 <= numbers["rows"] <= MAX_ROWS:
         raise DataError(f"rows is {numbers['rows']}, allowed are 1 to {MAX_ROWS}", where=location)
-    return tickets(split, numbers["rows"], numbers["seed"])
+    if not 0 <= numbers["distractors"] <= 100:
+        raise DataError(f"distractors is {numbers['distractors']}, allowed are 0 to 100", where=location)
+    return tickets(split, numbers["rows"], numbers["seed"], numbers["distractors"])
 
 
 def _reference_rows(location: str, options: dict[str, str]) -> list[dict[str, str]]:
@@ -140,7 +146,7 @@ def _benchmark_rows(location: str, options: dict[str, str]) -> list[dict[str, st
     return [{"question": question, "answer": answer} for question, _, answer in pairs]
 
 
-def _ticket(intent: str, split: str, generator: random.Random) -> str:
+def _ticket(intent: str, split: str, generator: random.Random, distractors: int) -> str:
     parts: list[str] = []
     if generator.random() < 0.5:
         parts.append(generator.choice(demo_text.OPENERS))
@@ -149,7 +155,8 @@ def _ticket(intent: str, split: str, generator: random.Random) -> str:
     core = generator.choice(demo_text.CORES[intent][split])
     distractor = generator.choice(demo_text.DISTRACTORS[generator.choice([other for other in INTENTS if other != intent])])
     draw = generator.random()
-    parts += [distractor, core] if draw < 0.3 else [core, distractor] if draw < 0.6 else [core]
+    share = distractors / 100
+    parts += [distractor, core] if draw < share / 2 else [core, distractor] if draw < share else [core]
     if generator.random() < 0.4:
         parts.append(generator.choice(demo_text.CLOSERS))
     text = " ".join(_fill(part, generator) for part in parts)

@@ -97,8 +97,7 @@ class Trainer:
             progress.tokens += int(last.pop("tokens"))
             last |= {"step": float(progress.step), "tokens_per_second": progress.tokens / progress.seconds}
             if not math.isfinite(last["loss"]):
-                self._tell(last | {"diverged": 1.0}, None)
-                return TrainResult(progress=progress, best=best, diverged=True, last=last)
+                return self._diverged(progress, best, last)
             if self.line:
                 self.line.update(
                     progress.step, loss=last["loss"], one_minus_omega=last["one_minus_omega"], tokens_per_second=last["tokens_per_second"]
@@ -107,12 +106,19 @@ class Trainer:
                 state = self.backend.export_state()
                 # A NaN factor need not show in the loss: attention on a CPU has been seen to turn NaN queries into finite outputs.
                 if not all(bool(torch.isfinite(entry[VALUE]).all()) for entry in state.values()):
-                    self._tell(last | {"diverged": 1.0}, None)
-                    return TrainResult(progress=progress, best=best, diverged=True, last=last)
-                best = self._evaluate(progress, best, last, state)
+                    return self._diverged(progress, best, last)
+                measured = self.validate()
+                # Nor in the accuracy: argmax over NaN scores still picks a label, and a run that once kept such a score would never find a better one.
+                if not math.isfinite(measured["validation_loss"]):
+                    return self._diverged(progress, best, last)
+                best = self._keep(progress, best, last | measured, state)
             elif progress.step % self.config.report_every == 0:
                 self._tell(last, None)
         return TrainResult(progress=progress, best=best, diverged=False, last=last)
+
+    def _diverged(self, progress: Progress, best: dict[str, torch.Tensor], last: dict[str, float]) -> TrainResult:
+        self._tell(last | {"diverged": 1.0}, None)
+        return TrainResult(progress=progress, best=best, diverged=True, last=last)
 
     def _stopped(self, progress: Progress) -> bool:
         return bool(self.config.patience) and progress.stale >= self.config.patience
@@ -209,24 +215,23 @@ class Trainer:
         self.backend.objective.train()
         return out
 
-    def _evaluate(self, progress: Progress, best: dict[str, torch.Tensor], last: dict[str, float], state: State) -> dict[str, torch.Tensor]:
-        measured = self.validate()
-        metric = selection_metric(self.config, measured)
-        better = progress.best_metric is None or (metric, -measured["validation_loss"]) > (
+    def _keep(self, progress: Progress, best: dict[str, torch.Tensor], row: dict[str, float], state: State) -> dict[str, torch.Tensor]:
+        """Enter an evaluated step into `progress`, checkpoint it, report it; returns the values of the best adapter so far."""
+        metric = selection_metric(self.config, row)
+        better = progress.best_metric is None or (metric, -row["validation_loss"]) > (
             progress.best_metric,
             -(progress.best_loss or 0.0),
         )
         if better:
             progress.best_metric, progress.best_loss, progress.best_step, progress.stale = (
                 metric,
-                measured["validation_loss"],
+                row["validation_loss"],
                 progress.step,
                 0,
             )
             best = {name: entry[VALUE].clone() for name, entry in state.items()}
         else:
             progress.stale += 1
-        row = last | measured
         progress.history.append({key: value for key, value in row.items() if math.isfinite(value)})
         with tempfile.TemporaryDirectory(prefix="prism-checkpoint-") as name:
             folder = None

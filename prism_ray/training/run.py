@@ -16,8 +16,11 @@ from peft import PeftModel, get_peft_model
 from prism_ray.adapters.merge import merge_to_folder, write_scale_plane
 from prism_ray.adapters.scale_qlora import ScaleQLoraConfig
 from prism_ray.core.compute import compute_dtype
+from prism_ray.core.digests import sha256_tensors
+from prism_ray.core.errors import FingerprintMismatch
 from prism_ray.core.files import atomic_folder
 from prism_ray.formats.checkpoint import load_quantized_model
+from prism_ray.formats.modules import quantized_modules
 from prism_ray.models.load import load_tokenizer
 from prism_ray.training.backends import VALUE, Backend, InferenceBackend, LocalBackend, State
 from prism_ray.training.base import base_manifest, prepare_base
@@ -67,8 +70,12 @@ def build(config: TrainConfig, *, device: str = "cpu", make_backend: Callable[[O
 
 
 def train(context: RunContext, *, report: Report | None = None, resume: Path | None = None, quiet: bool = False) -> TrainResult:
-    """Run the loop of a built context."""
-    return Trainer(context.config, context.backend, context.data, report=report, resume=resume, quiet=quiet).run()
+    """Run the loop of a built context. Raises FingerprintMismatch should training have changed a code byte."""
+    _, before = code_shard(context.model)
+    result = Trainer(context.config, context.backend, context.data, report=report, resume=resume, quiet=quiet).run()
+    if code_shard(context.model)[1] != before:
+        raise FingerprintMismatch("training changed the code plane", where=str(context.base), remedy="report this: codes are frozen")
+    return result
 
 
 def install(context: RunContext, values: dict[str, torch.Tensor]) -> None:
@@ -77,6 +84,13 @@ def install(context: RunContext, values: dict[str, torch.Tensor]) -> None:
         name: {VALUE: value, "exp_avg": torch.zeros_like(value), "exp_avg_sq": torch.zeros_like(value)} for name, value in values.items()
     }
     context.backend.import_state(zeros, 1)
+
+
+def code_shard(model: Any) -> tuple[int, str]:
+    """(bytes, SHA-256) of the codes that this worker holds: its partition under ZeRO-3, the whole code plane elsewhere."""
+    held = {name: getattr(module.codes, "ds_tensor", module.codes).data for name, module in quantized_modules(model)}
+    digest = sha256_tensors((name, tensor.reshape(-1).view(torch.uint8)) for name, tensor in held.items())
+    return sum(tensor.numel() * tensor.element_size() for tensor in held.values()), digest
 
 
 def final_metrics(context: RunContext) -> dict[str, float]:

@@ -6,6 +6,7 @@ product and one addition each: 4 u (|z_0| / D + |a| |z| / (D b)) per element. Th
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -28,7 +29,7 @@ def reference(base: torch.Tensor, now: torch.Tensor) -> tuple[torch.Tensor, torc
     z0, z = base.double(), now.detach().double().requires_grad_()
     value = 1 - (z0 * z).sum() / (z0.norm() * z.norm())
     (gradient,) = torch.autograd.grad(value, z)
-    a, b = float((z0 * z).sum()), float(z.detach().square().sum())
+    a, b = float((z0 * z.detach()).sum()), float(z.detach().square().sum())
     denominator = float(z0.norm()) * math.sqrt(b)
     allowed = 4 * U * (z0.abs() / denominator + abs(a) * z.detach().abs() / (denominator * b))
     return value.detach(), gradient, allowed
@@ -39,7 +40,7 @@ cases = pytest.mark.parametrize(("noise", "scale"), [(2.0, 1.0), (0.3, 1.0), (0.
 
 def spread(base: torch.Tensor, now: torch.Tensor, edges: list[int]) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Gradient of the sum of the workers' surrogates, and each worker's sums: every worker reduces what all have handed in."""
-    pieces = [(base[start:end], now[start:end]) for start, end in zip(edges, edges[1:], strict=False)]
+    pieces = [(base[start:end], now[start:end]) for start, end in itertools.pairwise(edges)]
     handed: list[torch.Tensor] = []
     for base_part, now_part in pieces:
         shape_penalty(base_part, now_part, lambda sums: handed.append(sums.clone()) or sums)

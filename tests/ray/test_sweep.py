@@ -201,6 +201,26 @@ def test_a_killed_driver_is_resumed_without_running_finished_trials_again(head: 
         assert curve["step"].tolist() == list(range(1, 13))
 
 
+def test_zero_3_on_two_workers_shards_the_codes_and_saves_the_whole_adapter(head: LocalHead, tiny_model: str, tmp_path: Path):
+    shared = [*TINY, f"train.model={tiny_model}", "space.rank=[2]", "space.strength=[0.1]", "train.batch_size=8"]
+    two = ["scaling.workers=2", "scaling.cpus_per_worker=0.9", "train.zero_stage=3", "train.micro_batch_size=4"]
+    sharded = run_sweep(head, tmp_path, "sharded", *shared, *two)
+    assert sharded.code == 0, sharded.output[-3000:]
+    single = run_sweep(head, tmp_path, "single", *shared, "train.backend=local", "train.micro_batch_size=8")
+    assert single.code == 0, single.output[-3000:]
+    whole = sum(entry.codes.numel() for entry in read_quantized(Path(single.base["nvfp4"]["folder"]))[1].values())
+    assert single.trials["code_bytes_per_worker"].item() == whole
+    # DeepSpeed pads each tensor to a multiple of the world size: at most one bfloat16 a tensor more than half.
+    assert whole / 2 <= sharded.trials["code_bytes_per_worker"].item() <= whole / 2 + 2 * 14
+    files = [load_file(run.folder / "best" / "adapter" / "adapter_model.safetensors") for run in (sharded, single)]
+    assert {name: tensor.shape for name, tensor in files[0].items()} == {name: tensor.shape for name, tensor in files[1].items()}
+    assert all(tensor.numel() for tensor in files[0].values())
+    assert any(bool(tensor.any()) for name, tensor in files[0].items() if "qast_B" in name)
+    assert read_manifest(sharded.folder / "best" / "merged", KIND)["code_plane"] == single.base["nvfp4"]["code_plane"]
+    # The same steps up to the order of float32 sums; Adam's first steps, of size lr whatever the gradient, magnify it where a gradient is near zero.
+    np.testing.assert_allclose(sharded.history["task_loss"], single.history["task_loss"], rtol=2e-3)
+
+
 BAD = {
     "unknown key": (["train.stepz=3"], "did you mean 'steps'?"),
     "unknown space": (["--space", "pqt:quickstrat"], "did you mean 'quickstart'?"),
