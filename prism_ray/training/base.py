@@ -46,7 +46,8 @@ def prepare_base(model: str, format_name: str, policy: QuantPolicy | None = None
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
         if not (folder / MANIFEST_NAME).is_file():
-            quantize_to_folder(load_model(str(source), dtype=torch.bfloat16), load_tokenizer(str(source)), policy, folder, source=model)
+            loaded = load_model(str(source), dtype=torch.bfloat16), load_tokenizer(str(source))
+            quantize_to_folder(*loaded, policy, folder, source=model, replace=True)  # a folder without a manifest is no base
     return folder
 
 

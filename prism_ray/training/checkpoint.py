@@ -48,27 +48,28 @@ class Progress:
 def save_adapter(model: Any, values: dict[str, torch.Tensor], folder: Path, adapter: str = "default") -> None:
     """Write a PEFT adapter folder from full parameter values (name in `model` -> tensor), and re-open it to compare.
 
-    Raises CheckpointError when the written file does not hold exactly these finite tensors.
+    Raises CheckpointError, before anything is written, for values that are empty, not finite or not all of the adapter's (what a save without gathering
+    gives, field case ADP-05), and afterwards when the file does not hold exactly these tensors.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / ADAPTER_FILE
     tensors = get_peft_model_state_dict(model, state_dict=dict(values), adapter_name=adapter, save_embedding_layers=False)
     tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
-    save_file(tensors, folder / ADAPTER_FILE, metadata={"format": "pt"})
+    expected = get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False).keys()
+    if not expected or tensors.keys() != expected or len(tensors) != len(values):
+        raise CheckpointError(f"{len(tensors)} tensors to write, the adapter has {len(expected)}", where=str(path))
+    for name, tensor in tensors.items():
+        if tensor.numel() == 0 or not bool(torch.isfinite(tensor).all()):
+            raise CheckpointError(f"adapter tensor '{name}' is empty or not finite", where=str(path), remedy="training diverged")
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, path, metadata={"format": "pt"})
     config = model.peft_config[adapter]
     mode = config.inference_mode
     config.inference_mode = True
     config.save_pretrained(str(folder))
     config.inference_mode = mode
-    written = load_file(folder / ADAPTER_FILE)
-    if len(written) != len(values) or not all(torch.equal(written[name], tensor) for name, tensor in tensors.items()):
-        raise CheckpointError(
-            f"{len(written)} of {len(values)} adapter tensors were written as they are in memory", where=str(folder / ADAPTER_FILE)
-        )
-    for name, tensor in written.items():
-        if tensor.numel() == 0 or not bool(torch.isfinite(tensor).all()):
-            raise CheckpointError(
-                f"adapter tensor '{name}' is empty or not finite", where=str(folder / ADAPTER_FILE), remedy="training diverged"
-            )
+    written = load_file(path)
+    if written.keys() != tensors.keys() or not all(torch.equal(written[name], tensor) for name, tensor in tensors.items()):
+        raise CheckpointError("the written adapter is not the one in memory", where=str(path))
 
 
 def save_checkpoint(model: Any, state: State, best: dict[str, torch.Tensor] | None, progress: Progress, folder: Path) -> None:
