@@ -4,7 +4,10 @@ VENV := .venv
 BIN := $(CURDIR)/$(VENV)/bin
 STAMP := $(VENV)/.installed
 RUNS ?= $(CURDIR)/runs
-NAME ?= quickstart-$(shell date +%Y%m%d-%H%M%S)
+# Expanded once: the job and the last line must name the same folder.
+ifndef NAME
+NAME := quickstart-$(shell date +%Y%m%d-%H%M%S)
+endif
 SPACE ?= pqt:quickstart
 ARGS ?=
 
