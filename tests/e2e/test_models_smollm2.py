@@ -9,9 +9,10 @@ import pytest
 import torch
 import transformers
 
+from prism_ray.formats.safetensors_io import check_safetensors
 from prism_ray.models import pypi
 from prism_ray.models.families import decoder_layers, split_head
-from prism_ray.models.load import check_safetensors, load_model, load_tokenizer
+from prism_ray.models.load import load_model, load_tokenizer
 from prism_ray.models.source import RECORD_NAME, resolve
 
 pytestmark = pytest.mark.e2e

@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import save_file
 
 from prism_ray.core.errors import CheckpointError, EnvironmentFault, ModelError
-from prism_ray.models.load import check_safetensors, load_model, load_tokenizer, read_safetensors_header
+from prism_ray.formats.safetensors_io import check_safetensors, read_safetensors_header
+from prism_ray.models.load import load_model, load_tokenizer
 from prism_ray.models.tiny import save_tiny, tiny_llama
 
 

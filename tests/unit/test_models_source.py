@@ -22,9 +22,10 @@ import torch
 from prism_ray.core.digests import sha256_file
 from prism_ray.core.errors import CheckpointError, EnvironmentFault, ModelError, ResourceError
 from prism_ray.core.registry import Registry
+from prism_ray.formats.safetensors_io import check_safetensors
 from prism_ray.models import pypi, source
 from prism_ray.models.families import split_head
-from prism_ray.models.load import check_safetensors, load_model, load_tokenizer
+from prism_ray.models.load import load_model, load_tokenizer
 from prism_ray.models.source import RECORD_NAME, resolve
 from prism_ray.models.tiny import CHAT_TEMPLATE, MERGES, tiny_llama, tiny_tokenizer
 
