@@ -140,15 +140,15 @@ class DeepSpeedBackend:
             for name, parameter in self.parameters.items():
                 load_plain_state(parameter, self._inner(), state[name], step)
             return
-        # The setters of full values do not know the padding of a ZeRO-3 partition: a parameter that the workers do not divide evenly is out of range.
+        set_value, set_moment = utils.safe_set_full_fp32_param, utils.safe_set_full_optimizer_state
         if self.stage == 3:
-            set_value, set_moment, part = utils.safe_set_local_fp32_param, utils.safe_set_local_optimizer_state, self._partition
-        else:
-            set_value, set_moment, part = utils.safe_set_full_fp32_param, utils.safe_set_full_optimizer_state, lambda _, value: value
+            # The setters of full values do not know the padding of a ZeRO-3 partition: one that the workers do not divide evenly is out of range there.
+            set_value, set_moment = utils.safe_set_local_fp32_param, utils.safe_set_local_optimizer_state
         for name, parameter in self.parameters.items():
-            set_value(parameter, part(parameter, state[name][VALUE]).to(parameter.device))
+            wanted = {key: self._partition(parameter, value) if self.stage == 3 else value for key, value in state[name].items()}
+            set_value(parameter, wanted[VALUE].to(parameter.device))
             for key in (FIRST_MOMENT, SECOND_MOMENT):
-                set_moment(parameter, part(parameter, state[name][key]).to(parameter.device), key)
+                set_moment(parameter, wanted[key].to(parameter.device), key)
         for values in self._inner().state.values():
             values["step"] = torch.tensor(float(step))
         self._refresh(state)

@@ -23,7 +23,7 @@ from prism_ray.training.evaluate import answer_loss, measure_drift, spread
 from prism_ray.training.objective import Objective
 
 ROUNDING = 15 * 128 * 2.0**-24
-EOS = 288
+EOS = 285
 # Sequences of 3, 7 and 20 tokens with 2, 4 and 17 scored ones; token 0 and the end id stand in the text, the end id pads (DRF-01).
 ITEMS = [
     Encoded([5, 0, EOS], 1, "a"),
