@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from typing import Any
 
 import ray
@@ -20,13 +21,21 @@ def connect(address: str | None = None, *, verbose: bool = False) -> None:
         return
     target = address or os.environ.get("RAY_ADDRESS") or "auto"
     try:
+        _require_listener(target)
         # Workers' output stays in the cluster's logs: eight trials' interleaved lines would bury the sweep's own (field case RAY-06).
         ray.init(address=target, log_to_driver=verbose, configure_logging=False)
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise EnvironmentFault(
-            f"no Ray cluster answers ({reason})", where=target, remedy="start one (make ray-up), or set RAY_ADDRESS"
+            f"no Ray cluster answers ({reason})", where=target, remedy="start one (ray start --head), or set RAY_ADDRESS"
         ) from None
+
+
+def _require_listener(target: str) -> None:
+    """Raise OSError unless something listens at host:port: Ray itself would knock for minutes. Other forms of address are left to Ray."""
+    host, _, port = target.removeprefix("ray://").rpartition(":")
+    if host and port.isdecimal():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
 
 
 def check_feasible(scaling: ScalingConfig) -> int:
