@@ -115,19 +115,30 @@ def _answers(dashboard: str) -> bool:
 
 def stop(head: LocalHead) -> None:
     """End the head and every process it started (workers run in sessions of their own), then remove its folder."""
-    try:
-        parent = psutil.Process(head.pid)
-        processes = [parent, *parent.children(recursive=True)]
-    except psutil.NoSuchProcess:
-        processes = []
-    processes += [process for process in psutil.process_iter(["cmdline"]) if _belongs(process, head)]
-    for process in processes:
-        _signal(process, signal.SIGTERM)
-    _, alive = psutil.wait_procs(processes, timeout=10)
-    for process in alive:
-        _signal(process, signal.SIGKILL)
-    psutil.wait_procs(alive, timeout=5)
+    # More than once: while the head goes down its raylet may still start an agent or a worker.
+    for _ in range(5):
+        processes = _processes(head)
+        if not processes:
+            break
+        for process in processes:
+            _signal(process, signal.SIGTERM)
+        _, alive = psutil.wait_procs(processes, timeout=10)
+        for process in alive:
+            _signal(process, signal.SIGKILL)
+        psutil.wait_procs(alive, timeout=5)
     shutil.rmtree(head.folder, ignore_errors=True)
+
+
+def _processes(head: LocalHead) -> list[psutil.Process]:
+    """The head's supervising process, what it started, and every Ray process of its folder; no zombies."""
+    found: dict[int, psutil.Process] = {}
+    for process in psutil.process_iter(["cmdline"]):
+        if process.pid == head.pid or _belongs(process, head):
+            try:
+                found |= {each.pid: each for each in (process, *process.children(recursive=True)) if each.status() != psutil.STATUS_ZOMBIE}
+            except psutil.NoSuchProcess:
+                continue
+    return list(found.values())
 
 
 def _belongs(process: psutil.Process, head: LocalHead) -> bool:

@@ -42,9 +42,9 @@ def test_one_part_or_many_in_any_order(edges):
         found = reduce(lambda left, right: left + right, order, FeatureMoments())
         assert (found.tokens, found.examples) == (N, 6)
         for field in fields(FeatureMoments):
-            assert getattr(found, field.name) == pytest.approx(getattr(whole, field.name), rel=1e-10), field.name
+            assert getattr(found, field.name) == pytest.approx(getattr(whole, field.name), rel=1e-10, abs=0), field.name
         for name in ("one_minus_omega", "scale_term", "shape_term", "delta_ce", "delta_ce_se", "rho_target", "rho_proxy"):
-            assert getattr(found, name) == pytest.approx(getattr(whole, name), rel=1e-10), name
+            assert getattr(found, name) == pytest.approx(getattr(whole, name), rel=1e-10, abs=0), name
 
 
 def test_the_empty_part_is_neutral_and_has_no_reading():
@@ -98,7 +98,7 @@ def test_one_minus_omega_keeps_its_digits_where_the_direct_formula_cancels(noise
     # relative: together 2 (N D u) ||T|| * | ||T|| - ||P|| | absolute, against 2 ||T||^2 (1 - Omega) in the denominator's units.
     u = N * D * 2.0**-53
     gap = abs(float(total(base, base).sqrt() - total(now, now).sqrt()) / float(total(base, base).sqrt()))
-    assert found == pytest.approx(float(wanted), rel=8 * u + 4 * u * (gap + u) / float(wanted))
+    assert found == pytest.approx(float(wanted), rel=8 * u + 4 * u * (gap + u) / float(wanted), abs=0)
     if noise <= 1e-8:
         direct = 1 - float((base * now).sum() / (base.norm() * now.norm()))
         assert abs(direct - float(wanted)) > float(wanted), "the direct formula must fail here, or this test shows nothing"
@@ -113,7 +113,7 @@ def test_equal_features_have_no_drift_at_all():
 def test_a_scaled_variant_shows_on_the_scale_axis_only():
     base, _, ce, ce_now, rows = parts()
     moments = feature_moments(base, 1.5 * base.double(), ce, ce_now, rows)
-    assert moments.scale_term == pytest.approx((0.5 * moments.rho_target) ** 2, rel=1e-12)
+    assert moments.scale_term == pytest.approx((0.5 * moments.rho_target) ** 2, rel=1e-12, abs=0)
     assert moments.shape_term <= 1e-12 * moments.scale_term
 
 
@@ -123,7 +123,7 @@ def test_a_zeroed_part_shows_on_the_shape_axis():
     now = base * torch.tensor([1.0, 0.0])
     zeros = torch.zeros(3)
     moments = feature_moments(base, now, zeros, zeros, torch.arange(3))
-    assert moments.one_minus_omega == pytest.approx(1 - math.sqrt(0.5), rel=1e-12)
+    assert moments.one_minus_omega == pytest.approx(1 - math.sqrt(0.5), rel=1e-12, abs=0)
     assert moments.shape_term > 3 * moments.scale_term
 
 
@@ -141,7 +141,7 @@ def test_standard_error_by_hand_for_examples_of_one_token():
     z = torch.ones(4, 2)
     moments = feature_moments(z, z, torch.zeros(4), gaps, torch.arange(4))
     assert moments.delta_ce == pytest.approx(float(gaps.double().mean()), rel=1e-14)
-    assert moments.delta_ce_se == pytest.approx(float(gaps.double().std(unbiased=True)) / 2, rel=1e-12)
+    assert moments.delta_ce_se == pytest.approx(float(gaps.double().std(unbiased=True)) / 2, rel=1e-12, abs=0)
 
 
 def test_standard_error_equals_the_linearized_ratio_and_lies_by_the_jackknife():
@@ -153,7 +153,7 @@ def test_standard_error_equals_the_linearized_ratio_and_lies_by_the_jackknife():
     sizes = [rows.tolist().count(example) for example in range(6)]
     ratio = sum(sums) / N
     residual = sum((total - ratio * size) ** 2 for total, size in zip(sums, sizes, strict=True))
-    assert moments.delta_ce_se == pytest.approx(math.sqrt(6 / 5 * residual) / N, rel=1e-10)
+    assert moments.delta_ce_se == pytest.approx(math.sqrt(6 / 5 * residual) / N, rel=1e-10, abs=0)
     left_out = [(sum(sums) - total) / (N - size) for total, size in zip(sums, sizes, strict=True)]
     mean = sum(left_out) / 6
     jackknife = math.sqrt(5 / 6 * sum((value - mean) ** 2 for value in left_out))

@@ -46,7 +46,11 @@ def sequences(count: int, seed: int) -> list[tuple[list[int], int]]:
 
 
 def data(labels: bool = True) -> RunData:
-    train = [Encoded([*prompt, LABELS[kind], 5], len(prompt), f"t{i}") for i, (prompt, kind) in enumerate(sequences(24, 0))]
+    # Answers of 2 to 5 tokens: a mean of means over sequences or batches is another number than the mean over tokens.
+    train = [
+        Encoded([*prompt, LABELS[kind], *range(260, 260 + i % 4), 5], len(prompt), f"t{i}")
+        for i, (prompt, kind) in enumerate(sequences(24, 0))
+    ]
     held = sequences(9, 1)
     validation = [Encoded([*prompt, LABELS[kind], 5], len(prompt), f"v{i}") for i, (prompt, kind) in enumerate(held)]
     groups = [[Encoded([*prompt, token], len(prompt), "v") for token in LABELS] for prompt, _ in held]
@@ -173,7 +177,8 @@ def test_loss_and_gradient_against_the_formula(kind):
     shape = 1 - (base * now).sum() / (base.norm() * now.norm())
     replay = torch.cat([part[1] for part in reference]).mean()
     wanted = ce.mean() + 0.5 * (shape if kind == "shape" else replay)
-    assert len(ce) == 2 * 8
+    counts = [items.train[index].answer_tokens for index in chosen]
+    assert len(ce) == sum(counts) and len(set(counts)) > 1
     assert values["task_loss"] == pytest.approx(float(ce.mean().detach()), rel=ROUNDING)
     assert values["one_minus_omega"] == pytest.approx(float(shape.detach()), abs=ROUNDING)
     assert float(shape.detach()) > 1e-3, "the adapter must be off the base"
@@ -294,6 +299,20 @@ def test_a_resumed_run_is_byte_equal_to_an_undisturbed_one(tmp_path, at):
     assert timeless(resumed.progress.history) == timeless(result.progress.history)
     for name in ("step", "best_step", "best_metric", "best_loss", "stale", "tokens"):
         assert getattr(resumed.progress, name) == getattr(result.progress, name), name
+
+
+def test_a_resumed_run_remembers_the_best_and_its_patience(monkeypatch, tmp_path):
+    """The best stands at step 1; two worse evaluations lie on either side of the interruption, and the third ends the run."""
+    accuracies, losses = [0.9, 0.5, 0.5, 0.5, 0.95], [1.0] * 5
+    options = {"steps": 5, "eval_every": 1, "patience": 3}
+    scripted(monkeypatch, accuracies, losses)
+    recorder = Recorder(tmp_path)
+    whole, _ = run(settings(**options), report=recorder)
+    assert (whole.progress.step, whole.progress.best_step) == (4, 1)
+    scripted(monkeypatch, accuracies[2:], losses[2:])
+    resumed, _ = run(settings(**options), seed=99, resume=recorder.checkpoints[2])
+    assert (resumed.progress.step, resumed.progress.best_step, resumed.progress.best_metric, resumed.progress.stale) == (4, 1, 0.9, 3)
+    assert same(resumed.best, whole.best)
 
 
 def test_a_run_resumed_at_its_end_has_nothing_to_do(tmp_path):

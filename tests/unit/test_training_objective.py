@@ -134,8 +134,15 @@ def test_no_logits_of_the_whole_sequence(objective, monkeypatch):
     handle = objective._parts.head.register_forward_hook(lambda module, args, out: seen.append(tuple(out.shape)))
     with torch.no_grad():
         objective("features", collate(ITEMS, EOS))
-    handle.remove()
     assert [shape[0] for shape in seen] == [8, 8, 7] and {len(shape) for shape in seen} == {2}
+    # With gradients the logits of a chunk are made again in its backward pass instead of being kept.
+    seen.clear()
+    _, ce = objective("features", collate(ITEMS, EOS))
+    assert len(seen) == 3
+    ce.sum().backward()
+    objective.zero_grad(set_to_none=True)
+    handle.remove()
+    assert sorted(shape[0] for shape in seen) == [7, 7, 8, 8, 8, 8]
 
 
 def test_softcap_is_part_of_the_loss():
