@@ -156,8 +156,8 @@ def _read(name: str, good: pd.DataFrame) -> GatingReading:
         decision=decision,
         verdict=f"{lead}: {why}",
         effects=tuple(
-            _effect(str(penalty), float(value), group, plain)
-            for (penalty, value), group in regularized.assign(penalty=regularized["penalty"].fillna("")).groupby(["penalty", "lambda_"])
+            _effect(str(group["penalty"].iloc[0]), float(group["lambda_"].iloc[0]), group, plain)
+            for _, group in regularized.assign(penalty=regularized["penalty"].fillna("")).groupby(["penalty", "lambda_"])
             if len(plain)
         ),
     )

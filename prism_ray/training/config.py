@@ -36,7 +36,7 @@ class RegularizerConfig(Config):
 class OptimizerConfig(Config):
     """AdamW with linear warm-up and then a constant or cosine rate. max_grad_norm: global clipping, 0 for none."""
 
-    learning_rate: float = Field(default=5e-3, gt=0)
+    learning_rate: float = Field(default=5e-3, gt=0, le=1e32)
     warmup_steps: int = Field(default=3, ge=0)
     schedule: Literal["constant", "cosine"] = "cosine"
     weight_decay: float = Field(default=0.0, ge=0)

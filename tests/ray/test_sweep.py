@@ -37,7 +37,7 @@ def job_status(head: LocalHead, submission: str) -> str:
         timeout=60,
         check=True,
     )
-    return done.stdout + done.stderr
+    return (done.stdout + done.stderr).upper()
 
 
 def submit(head: LocalHead, submission: str, *arguments: str) -> subprocess.CompletedProcess[str]:
