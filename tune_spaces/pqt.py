@@ -45,7 +45,7 @@ def banking77_10_intents_2cpu() -> SweepConfig:
             "name": "banking77-10",
             "train": runs.banking77_10_intents_2cpu().with_overrides({"backend": "deepspeed", "threads": 1}).to_dict(),
             "space": SearchSpace(
-                strength=(0.0, 0.5), rank=(4, 8), format=("nvfp4", "mxfp4"), learning_rate={"nvfp4": (5e-3,), "mxfp4": (5e-2,)}
+                strength=(0.0, 0.5), rank=(4, 8), format=("nvfp4", "mxfp4"), learning_rate={"nvfp4": (5e-3,), "mxfp4": (1e-2,)}
             ).to_dict(),
             "asha.enabled": False,
             "required_good": 8,
