@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from prism_ray.adapters.qast import corrected_scales, require_finite
+from prism_ray.adapters.qast import corrected_scales, effective_scales, require_finite
 from prism_ray.adapters.scale_qlora.config import ScaleQLoraConfig
 from prism_ray.adapters.scale_qlora.layer import ScaleQLoraLinear
 from prism_ray.core.errors import FingerprintMismatch, GridMismatch, MergeLoss, ModelError
@@ -30,6 +30,7 @@ from prism_ray.formats.tensor import QuantTensor, code_plane_fingerprint, scale_
 
 ADAPTER_KIND = "scale-adapter"
 SCALE_PLANE_NAME = "scale_plane.safetensors"
+ADAPTER_NAME = "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."
 
 
@@ -198,23 +199,27 @@ def write_scale_plane(model: Any, adapter_folder: Path | str, *, adapter: str = 
     """Add `scale_plane.safetensors` (the on-grid bytes of every adapted layer) and the manifest to a saved PEFT adapter folder.
 
     fields: further manifest entries (metrics, base source). Returns the manifest. The plane goes through a temporary file; the manifest is last.
-    The base's fingerprints come from the adapter's config, or from the model where the config has none.
+    The factors are those of the folder's file: under ZeRO-3 the model itself holds only a part of them on each worker. The base's fingerprints come from
+    the adapter's config, or from the model where the config has none. Raises FormatError for factors that are not finite.
     """
     folder = Path(adapter_folder)
     layers = adapter_layers(model, adapter)
     config: ScaleQLoraConfig = model.peft_config[adapter]
+    saved = load_file(folder / ADAPTER_NAME)
+    planes: dict[str, torch.Tensor] = {}
     for name, layer in layers.items():
-        require_finite(name, layer.qast_A[adapter], layer.qast_B[adapter])
+        a, b = (saved[f"{PEFT_PREFIX}{name}.{part}"] for part in ("qast_A", "qast_B"))
+        require_finite(name, a, b)
+        planes[name] = effective_scales(layer.base_scales.cpu(), a, b, layer.scaling[adapter], layer.base_layer.format).contiguous()
     with atomic_path(folder / SCALE_PLANE_NAME) as temporary:
-        save_file({name: layer.scale_bytes(adapter).cpu().contiguous() for name, layer in layers.items()}, temporary)
+        save_file(planes, temporary)
     spec = next(iter(layers.values())).base_layer.format
     identity = {"format": spec.name, "grid": spec.grid.name, "block": spec.block, "rank": config.r, "alpha": config.alpha}
-    base = base_planes(model)
     return write_manifest(
         folder,
         ADAPTER_KIND,
-        base_code_plane=config.code_plane or code_plane_fingerprint(base),
-        base_scale_plane=config.scale_plane or scale_plane_fingerprint(base),
+        base_code_plane=config.code_plane or code_plane_fingerprint(base_planes(model)),
+        base_scale_plane=config.scale_plane or scale_plane_fingerprint(base_planes(model)),
         **identity,
         **fields,
     )
