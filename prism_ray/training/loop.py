@@ -28,7 +28,7 @@ from prism_ray.risk.shape import delta_rho, omega, shape_penalty
 from prism_ray.training.backends import VALUE, Backend, State
 from prism_ray.training.checkpoint import Progress, load_checkpoint, save_checkpoint
 from prism_ray.training.config import TrainConfig
-from prism_ray.training.data import Batch, StepSampler, collate, shard
+from prism_ray.training.data import Batch, StepSampler, batches_by_length, collate, shard
 from prism_ray.training.dataset import RunData
 from prism_ray.training.evaluate import Accuracy, answer_loss, label_accuracy
 
@@ -189,8 +189,12 @@ class Trainer:
         model: Any = self.backend.objective.model
         self.backend.objective.eval()
         with model.disable_adapter():
-            for item in self.data.reference:
-                self.base_features.append(self.backend.run("hidden", collate([item], self.data.pad_id)).float().cpu())
+            found: dict[int, torch.Tensor] = {}
+            for indices in batches_by_length(self.data.reference, 16, self.config.eval_batch_tokens):
+                batch = collate([self.data.reference[index] for index in indices], self.data.pad_id)
+                hidden = self.backend.run("hidden", batch).float().cpu()
+                found |= dict(zip(indices, hidden.split(batch.answer_mask.sum(dim=1).tolist()), strict=True))
+            self.base_features = [found[index] for index in range(len(self.data.reference))]
 
     def _collate(self, indices: list[int]) -> Batch:
         return collate([self.data.train[index] for index in indices], self.data.pad_id)
