@@ -10,15 +10,15 @@ from prism_ray.training.task import BenchmarkConfig, ReferenceConfig, TaskConfig
 def demo() -> TrainConfig:
     """SmolLM2-135M on the generated ticket task: minutes on two CPU cores, no data needed."""
     return TrainConfig(
-        task=demo_task(train=320, validation=32, test=80, distractors=10),
-        benchmark=demo_benchmark(max_examples=50),
+        task=demo_task(train=320, validation=24, test=64, distractors=10),
+        benchmark=demo_benchmark(max_examples=40),
         adapter=AdapterConfig(rank=8),
         regularizer=RegularizerConfig(reference=demo_reference(max_tokens=64), batch=2),
         optimizer=OptimizerConfig(learning_rate=2e-2, warmup_steps=1),
-        steps=16,
+        steps=12,
         batch_size=10,
         micro_batch_size=10,
-        eval_every=8,
+        eval_every=6,
     )
 
 
