@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from prism_ray.core.errors import CheckpointError
+from prism_ray.core.errors import CheckpointError, ModelError
 from prism_ray.formats.safetensors_io import check_safetensors, read_safetensors_header, read_tensors, shard_map, write_shard
 
 TENSORS = {"a": torch.arange(12, dtype=torch.float32).reshape(3, 4), "b": torch.arange(8, dtype=torch.uint8)}
@@ -93,7 +93,7 @@ def test_a_header_that_is_no_json(shard):
 
 
 def test_a_missing_file(tmp_path):
-    with pytest.raises(CheckpointError, match="holds no model.safetensors"):
+    with pytest.raises(ModelError, match="holds no model.safetensors"):
         shard_map(tmp_path)
 
 
@@ -114,7 +114,7 @@ def test_two_of_three_shards(tmp_path):
 
 @pytest.mark.parametrize("text", ['{"weight_map": {"a"', "[]", "{}", '{"weight_map": 3}'])
 def test_a_broken_index_is_named(tmp_path, text):
-    write_shard(tmp_path / "model.safetensors", TENSORS)
+    write_shard(tmp_path / "part-1.safetensors", TENSORS)
     index(tmp_path, text)
     with pytest.raises(CheckpointError, match=r"model\.safetensors\.index\.json"):
         shard_map(tmp_path)
