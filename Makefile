@@ -3,6 +3,8 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(CURDIR)/$(VENV)/bin
 STAMP := $(VENV)/.installed
+# DeepSpeed's extension build looks for ninja on PATH; the environment brings it.
+export PATH := $(BIN):$(PATH)
 RUNS ?= $(CURDIR)/runs
 # Expanded once: the job and the last line must name the same folder.
 ifndef NAME
