@@ -17,7 +17,7 @@ import torch
 OUT, IN, BLOCK = 1536, 576, 16
 
 
-def median_ms(functions: dict[str, Callable[[], object]], rounds: int = 15) -> dict[str, float]:
+def median_ms(functions: dict[str, Callable[[], object]], rounds: int = 5) -> dict[str, float]:
     """Median milliseconds of each function, the functions taking turns."""
     times: dict[str, list[float]] = {name: [] for name in functions}
     for number in range(rounds + 2):

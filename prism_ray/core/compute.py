@@ -12,7 +12,7 @@ DtypeName = Literal["auto", "float32", "bfloat16"]
 def compute_dtype(name: DtypeName, device: str = "cpu") -> torch.dtype:
     """Resolve a dtype name; `auto` is bfloat16 on accelerators and on CPUs with bfloat16 instructions, else float32.
 
-    A CPU without AVX512-BF16 or AMX emulates bfloat16 products: measured 7 to 40 times slower than float32 (docs/LOG.md, 2026-11-30).
+    A CPU without AVX512-BF16 or AMX emulates bfloat16 products, several times slower than float32 (jobs/bench/cpu_products.py measures it).
     """
     if name != "auto":
         return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]

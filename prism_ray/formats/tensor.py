@@ -104,7 +104,7 @@ def dequantize(codes: torch.Tensor, scale: torch.Tensor, tensor_scale: torch.Ten
     """Weight [..., O, I] from packed codes [..., O, I/2], decoded scales float32 [..., O, G] and the tensor scale.
 
     The expansion of the scales is materialized (one temporary of the weight's size): a broadcast multiplication over an inner dimension of
-    16 is some forty times slower on a CPU than a copy and a flat product (docs/LOG.md).
+    16 is many times slower on a CPU than a copy and a flat product (jobs/bench/cpu_products.py measures it).
     """
     weight = unscaled(codes, dtype)
     groups = scale.shape[-1]
