@@ -103,8 +103,8 @@ def unscaled(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def dequantize(codes: torch.Tensor, scale: torch.Tensor, tensor_scale: torch.Tensor | float, dtype: torch.dtype) -> torch.Tensor:
     """Weight [..., O, I] from packed codes [..., O, I/2], decoded scales float32 [..., O, G] and the tensor scale.
 
-    The expansion of the scales is materialized (one temporary of the weight's size): a broadcast multiplication over an inner dimension of
-    16 is many times slower on a CPU than a copy and a flat product (jobs/bench/cpu_products.py measures it).
+    The expansion of the scales is materialized: one temporary of the weight's size. An out-of-place broadcast product may be faster on a CPU
+    (docs/LOG.md, 2026-11-30) and is the next thing to try here.
     """
     weight = unscaled(codes, dtype)
     groups = scale.shape[-1]
