@@ -22,8 +22,7 @@ from prism_ray.formats.spec import FormatSpec
 
 def corrected_scales(base: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float, spec: FormatSpec) -> torch.Tensor:
     """Real-valued s0 * (1 + scaling * B A), float64 [O, G], before clip and rounding. base: uint8 bytes [O, G]."""
-    delta = b.to(torch.float64) @ a.to(torch.float64)
-    return spec.grid.decode(base).to(torch.float64) * delta.mul_(scaling).add_(1.0)
+    return _correct(spec.grid.decode(base), a, b, scaling)
 
 
 def effective_scales(base: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float, spec: FormatSpec) -> torch.Tensor:
@@ -32,20 +31,34 @@ def effective_scales(base: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scali
     NaN factors give an illegal byte that decodes to NaN, so that the layer's output is NaN. The loss need not be: torch's attention on CPUs returns
     zeros for NaN queries and keys. Hence `require_finite` before factors are saved or merged.
     """
+    return round_scales(base, a, b, scaling, spec)[0]
+
+
+def round_scales(
+    base: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float, spec: FormatSpec
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(`effective_scales`, inside): `inside` is bool [O, G], true where the clip left the scale alone, which is where a gradient passes."""
     grid = spec.grid
-    data = grid.encode(corrected_scales(base, a, b, scaling, spec).clamp_(grid.smallest, grid.largest).to(torch.float32))
-    return data.masked_fill_(grid.decode(base) == 0, 0)
+    decoded = grid.decode(base)
+    raw = _correct(decoded, a, b, scaling)
+    clipped = raw.clamp(grid.smallest, grid.largest)
+    return grid.encode(clipped.to(torch.float32)).mul_(decoded != 0), clipped == raw
 
 
 def straight_through(
-    grad_scale: torch.Tensor, base: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float, spec: FormatSpec
+    grad_scale: torch.Tensor, base: torch.Tensor, inside: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float, spec: FormatSpec
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients (dA [r, G], dB [O, r]) from dL/ds_eff [O, G]: the rounding passes the gradient, the clip stops it outside its range."""
-    grid = spec.grid
-    raw = corrected_scales(base, a, b, scaling, spec)
-    inside = (raw >= grid.smallest) & (raw <= grid.largest)
-    grad = (grad_scale.to(torch.float32) * grid.decode(base) * inside).mul_(scaling)
-    return (b.to(torch.float32).T @ grad).to(a.dtype), (grad @ a.to(torch.float32).T).to(b.dtype)
+    """Gradients (dA [r, G], dB [O, r]) from dL/ds_eff [O, G]: the rounding passes the gradient, the clip stops it outside its range.
+
+    inside: the mask that `round_scales` returned for the same factors.
+    """
+    grad = spec.grid.decode(base).mul_(grad_scale.to(torch.float32)).mul_(inside)
+    return (b.to(torch.float32).T @ grad).mul_(scaling).to(a.dtype), (grad @ a.to(torch.float32).T).mul_(scaling).to(b.dtype)
+
+
+def _correct(decoded: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float) -> torch.Tensor:
+    delta = b.to(torch.float64) @ a.to(torch.float64)
+    return delta.mul_(scaling).add_(1.0).mul_(decoded)
 
 
 def require_finite(name: str, a: torch.Tensor, b: torch.Tensor) -> None:

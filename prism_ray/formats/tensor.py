@@ -101,18 +101,17 @@ def unscaled(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def dequantize(codes: torch.Tensor, scale: torch.Tensor, tensor_scale: torch.Tensor | float, dtype: torch.dtype) -> torch.Tensor:
-    """Weight [..., O, I] from packed codes [..., O, I/2], decoded scales float32 [..., O, G] and the tensor scale.
+    """Weight [..., O, I] from packed codes [..., O, I/2], decoded scales float32 [..., O, G] and the tensor scale."""
+    return apply_scales(unscaled(codes, dtype), scale, tensor_scale)
 
-    The expansion of the scales is materialized: one temporary of the weight's size. An out-of-place broadcast product may be faster on a CPU
-    (docs/LOG.md, 2026-11-30) and is the next thing to try here.
-    """
-    weight = unscaled(codes, dtype)
-    groups = scale.shape[-1]
-    blocks = weight.view(*scale.shape, weight.shape[-1] // groups)
-    blocks.mul_(scale.to(dtype).unsqueeze(-1).expand_as(blocks).contiguous())
+
+def apply_scales(weight: torch.Tensor, scale: torch.Tensor, tensor_scale: torch.Tensor | float) -> torch.Tensor:
+    """`unscaled` values [..., O, I] times decoded scales float32 [..., O, G] times the tensor scale, written into `weight`, which is returned."""
+    blocks = weight.view(*scale.shape, weight.shape[-1] // scale.shape[-1])
+    blocks.mul_(scale.to(weight.dtype).unsqueeze(-1))
     if isinstance(tensor_scale, torch.Tensor) and tensor_scale.ndim:
         # A batched scalar: multiplied in float32 and rounded once, as the scalar path does.
-        return (weight.to(torch.float32) * tensor_scale.view(-1, 1, 1)).to(dtype)
+        return (weight.to(torch.float32) * tensor_scale.view(-1, 1, 1)).to(weight.dtype)
     factor = float(tensor_scale)
     return weight if factor == 1.0 else weight.mul_(factor)
 

@@ -227,8 +227,9 @@ def test_the_graph_of_a_stack_holds_no_tensor_of_weight_size(name, dtype):
         y = stack(x)
     assert saved and max(tensor.numel() for tensor in saved) < 128 * 128 / 8
     unique = {(tensor.data_ptr(), tensor.numel()): tensor.numel() * tensor.element_size() for tensor in saved}
-    # Per layer: its input, the SiLU's input, A and B.
-    per_layer = 2 * 3 * 128 * x.element_size() + RANK * (128 // FORMATS[name].block + 128) * 4
+    # Per layer: its input, the SiLU's input, A and B, and a byte and a mask per block.
+    groups = 128 // FORMATS[name].block
+    per_layer = 2 * 3 * 128 * x.element_size() + RANK * (groups + 128) * 4 + 2 * 128 * groups
     assert sum(unique.values()) <= 4 * per_layer
     nodes, seen = [y.grad_fn], set()
     while nodes:

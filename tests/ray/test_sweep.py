@@ -229,17 +229,57 @@ BAD = {
 }  # fmt: skip
 
 
+ASK_ALL = """
+import contextlib, io, json, sys, traceback
+import ray
+from prism_ray.cli.main import run
+for line in sys.stdin:
+    case = json.loads(line)
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+        try:
+            code = run(["sweep", *case["arguments"]])
+        except BaseException:
+            code = -1
+            traceback.print_exc()
+        ray.shutdown()
+    print(json.dumps({"name": case["name"], "code": code, "output": out.getvalue()}), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def refusals(head: LocalHead, tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dict]]:
+    """Every case of BAD run one after the other by the command's own entry point in one driver process, which saves the imports."""
+    storage = tmp_path_factory.mktemp("bad")
+    lines = []
+    for number, (case, (arguments, _)) in enumerate(BAD.items()):
+        model = [] if "model" in case else [f"train.model={tiny_model}"]
+        shared = [*TINY, *model, "space.rank=[2]", "space.strength=[0.0]", *arguments, f"name=bad{number}", f"storage={storage}"]
+        lines.append(json.dumps({"name": case, "arguments": shared}))
+    done = subprocess.run(
+        [sys.executable, "-c", ASK_ALL],
+        input="\n".join(lines),
+        env=head.env,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return storage, {entry["name"]: entry for entry in found}
+
+
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_one_line_with_exit_code_2_and_nothing_left(case: str, head: LocalHead, tiny_model: str, tmp_path: Path):
-    arguments, expected = BAD[case]
-    model = [] if "model" in case else [f"train.model={tiny_model}"]
-    result = run_sweep(head, tmp_path, "bad", *TINY, *model, "space.rank=[2]", "space.strength=[0.0]", *arguments, timeout=180)
-    assert result.code == 2, result.output[-2000:]
-    errors = [line for line in result.output.splitlines() if line.startswith("error: ")]
+def test_bad_input_is_one_line_with_exit_code_2_and_nothing_left(case: str, refusals: tuple[Path, dict[str, dict]]):
+    storage, results = refusals
+    result = results[case]
+    assert result["code"] == 2, result["output"][-2000:]
+    errors = [line for line in result["output"].splitlines() if line.startswith("error: ")]
     assert len(errors) == 1
-    assert expected in errors[0]
-    assert "Traceback" not in result.output
-    assert not (tmp_path / "bad" / "trials.parquet").exists()
+    assert BAD[case][1] in errors[0]
+    assert "Traceback" not in result["output"]
+    assert not (storage / f"bad{list(BAD).index(case)}" / "trials.parquet").exists()
 
 
 def test_no_ray_at_the_address_is_one_line(head: LocalHead, tmp_path: Path):

@@ -47,6 +47,7 @@ def llama(tmp_path_factory) -> Path:
 
 def adapted(folder: Path, seed: int = 0, adapter: str = "default", dtype=torch.float32, **options) -> PeftModel:
     """A loaded checkpoint under an adapter that moves a good share of its scales."""
+    torch.manual_seed(seed)  # A is drawn from the global generator
     model = get_peft_model(load_quantized_model(folder, dtype=dtype), ScaleQLoraConfig(r=2, alpha=2.0, **options), adapter_name=adapter)
     train(model, adapter, seed)
     return model.eval()

@@ -3,8 +3,8 @@
 Forward  s = effective_scales(s0, A, B);  W = codes * s * t;  y = x W'.
 Backward dL/dx = dy W;  dL/ds [O, G] = t * sum over a block of codes * (dy' x);  then the straight-through rule of `qast`.
 
-Only x, A and B are kept between the two (x is shared by q/k/v and gate/up, as autograd keeps it for any linear). W and the [O, I] product dy' x live
-inside one call, so the extra memory of a step is one layer's, whatever the depth. A and B stay float32.
+Only x, A, B and the rounded scale bytes with their clip mask are kept between the two (x is shared by q/k/v and gate/up, as autograd keeps it for any
+linear). W and the [O, I] product dy' x live inside one call, so the extra memory of a step is one layer's, whatever the depth. A and B stay float32.
 
 Legend: T tokens, O out, I in, G = I / block, r rank.
 """
@@ -18,11 +18,11 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
 from torch import nn
 
-from prism_ray.adapters.qast import effective_scales, require_finite, straight_through
+from prism_ray.adapters.qast import effective_scales, require_finite, round_scales, straight_through
 from prism_ray.adapters.scale_qlora.config import ScaleQLoraConfig
 from prism_ray.core.errors import ConfigError, GridMismatch
 from prism_ray.formats.modules import FP4Linear
-from prism_ray.formats.tensor import unscaled
+from prism_ray.formats.tensor import apply_scales, unscaled
 
 
 def require_fit(base_layer: FP4Linear, config: ScaleQLoraConfig, name: str) -> None:
@@ -138,28 +138,25 @@ class ScaleQLoraLinear(nn.Module, BaseTunerLayer):
 class _ScaleQLora(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, base: FP4Linear, scaling: float) -> torch.Tensor:
-        # The parameters themselves are saved, never views of them: ZeRO-3 swaps their data between forward and backward.
-        ctx.save_for_backward(x, a, b)
+        data, inside = round_scales(base.scales, a, b, scaling, base.format)
+        # The parameters themselves are saved, never views of them: ZeRO-3 swaps their data between forward and backward. The bytes and the
+        # mask cost two bytes a block, an eighth of the codes; rounding again in backward would cost three more passes in float64.
+        ctx.save_for_backward(x, a, b, data, inside)
         ctx.base, ctx.scaling = base, scaling
-        data = effective_scales(base.scales, a, b, scaling, base.format)
         return torch.nn.functional.linear(x, base.dequantize(x.dtype, base.format.grid.decode(data)))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, a, b = ctx.saved_tensors
+        x, a, b, data, inside = ctx.saved_tensors
         base: FP4Linear = ctx.base
         grad_y = grads[0].reshape(-1, base.out_features)
         grad_a = grad_b = grad_x = None
         weight = unscaled(base.code_bytes, x.dtype)
-        blocks = weight.view(base.out_features, -1, base.format.block)
         if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
-            outer = grad_y.T @ x.reshape(-1, base.in_features)
-            grad_scale = torch.linalg.vecdot(outer.view_as(blocks), blocks).to(torch.float32) * base.tensor_scale
+            outer = (grad_y.T @ x.reshape(-1, base.in_features)).mul_(weight)
+            grad_scale = outer.view(*data.shape, base.format.block).sum(-1, dtype=torch.float32).mul_(base.factor)
             del outer
-            grad_a, grad_b = straight_through(grad_scale, base.scales, a, b, ctx.scaling, base.format)
+            grad_a, grad_b = straight_through(grad_scale, base.scales, inside, a, b, ctx.scaling, base.format)
         if ctx.needs_input_grad[0]:
-            data = effective_scales(base.scales, a, b, ctx.scaling, base.format)
-            scale = base.format.grid.decode(data).to(x.dtype)
-            blocks.mul_(scale.unsqueeze(-1).expand_as(blocks).contiguous())
-            grad_x = (grad_y @ weight.mul_(base.factor)).view_as(x)
+            grad_x = (grad_y @ apply_scales(weight, base.format.grid.decode(data), base.factor)).view_as(x)
         return grad_x, grad_a, grad_b, None, None
