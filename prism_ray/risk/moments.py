@@ -103,24 +103,39 @@ class FeatureMoments:
 
 
 def feature_moments(
-    z_target: torch.Tensor, z_proxy: torch.Tensor, ce_target: torch.Tensor, ce_proxy: torch.Tensor, rows: torch.Tensor
+    z_target: torch.Tensor,
+    z_proxy: torch.Tensor,
+    ce_target: torch.Tensor,
+    ce_proxy: torch.Tensor,
+    rows: torch.Tensor,
+    *,
+    weight: torch.Tensor | None = None,
 ) -> FeatureMoments:
-    """Moments of one batch. z_*: [n, d]; ce_*: [n] nats; rows: int64 [n], the example of each token (any labels)."""
+    """Moments of one batch. z_*: [n, d]; ce_*: [n] nats; rows: int64 [n], the example of each token (any labels).
+
+    weight: float64 [n], one over the example's number of tokens, for sequence-level moments: every sum then runs over sequences, and `tokens`
+    counts those; None for token-level moments.
+    """
     target, proxy = z_target.to(torch.float64), z_proxy.to(torch.float64)
-    gap = ce_proxy.to(torch.float64) - ce_target.to(torch.float64)
     _, index = torch.unique(rows, return_inverse=True)
     count = int(index.max()) + 1 if index.numel() else 0
-    per_example = torch.zeros(count, dtype=torch.float64, device=gap.device).index_add_(0, index, gap)
-    sizes = torch.bincount(index, minlength=count).to(torch.float64)
+    root = None if weight is None else weight.sqrt().unsqueeze(1)
+    if weight is None or root is None:
+        weight = torch.ones(rows.numel(), dtype=torch.float64, device=target.device)
+    else:
+        target, proxy = target * root, proxy * root
+    ce_target, ce_proxy = ce_target.to(torch.float64) * weight, ce_proxy.to(torch.float64) * weight
+    per_example = torch.zeros(count, dtype=torch.float64, device=target.device).index_add_(0, index, ce_proxy - ce_target)
+    sizes = torch.zeros(count, dtype=torch.float64, device=target.device).index_add_(0, index, weight)
     return FeatureMoments(
-        tokens=z_target.shape[0],
+        tokens=round(float(weight.sum())),
         examples=count,
         target_squared=float(target.square().sum()),
         proxy_squared=float(proxy.square().sum()),
         inner=float((target * proxy).sum()),
         difference_squared=float((target - proxy).square().sum()),
-        ce_target=float(ce_target.to(torch.float64).sum()),
-        ce_proxy=float(ce_proxy.to(torch.float64).sum()),
+        ce_target=float(ce_target.sum()),
+        ce_proxy=float(ce_proxy.sum()),
         gap_squared=float(per_example.square().sum()),
         gap_tokens=float((per_example * sizes).sum()),
         tokens_squared=float(sizes.square().sum()),
