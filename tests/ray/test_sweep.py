@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -20,10 +21,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from prism_ray.cli.spaces import load_space
 from prism_ray.core.manifest import read_manifest
+from prism_ray.dist.config import SweepConfig
 from prism_ray.dist.local import LocalHead
 from prism_ray.formats.checkpoint import KIND, read_quantized
-from tests.ray.conftest import ROOT, TINY, run_sweep, sweep_command
+from prism_ray.training.base import base_manifest
+from prism_ray.training.run import build, code_shard, train, write_adapter
+from tests.ray.conftest import ROOT, TINY, Sweep, run_sweep, sweep_command
 
 pytestmark = pytest.mark.ray
 
@@ -136,8 +141,58 @@ def evaluations(log: Path) -> list[str]:
     return [line for line in log.read_text().splitlines() if " step " in line and "ended" not in line] if log.is_file() else []
 
 
-def test_a_killed_worker_is_replaced_from_the_last_checkpoint(head: LocalHead, tiny_model: str, tmp_path: Path):
-    options = [*TINY, f"train.model={tiny_model}", "space.rank=[2]", "space.strength=[0.5]", "train.steps=12", "scaling.concurrent=1"]
+LONG = ("space.rank=[2]", "train.steps=12", "scaling.concurrent=1", "asha.enabled=false")
+
+
+@dataclass(frozen=True)
+class Interrupted:
+    """A sweep of two trials whose driver was killed during the second: what was refused, what the resumed one gave, the log before and after."""
+
+    refused: Sweep
+    changed: Sweep
+    resumed: Sweep
+    before: str
+    after: str
+
+
+@pytest.fixture(scope="module")
+def interrupted(head: LocalHead, tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Interrupted:
+    storage = tmp_path_factory.mktemp("driver")
+    options = [*TINY, f"train.model={tiny_model}", *LONG, "space.strength=[0.0,0.5]"]
+    process = start_sweep(head, storage, "driver", *options)
+    log = storage / "driver" / "progress.log"
+    wait_for(
+        lambda: log.is_file() and "ended" in log.read_text() and len(evaluations(log)) >= 5,
+        "one trial ended and an evaluation of the second",
+    )
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    before = log.read_text()
+    refused = run_sweep(head, storage, "driver", *options)
+    changed = run_sweep(head, storage, "driver", "--resume", *options, "train.seed=7")
+    resumed = run_sweep(head, storage, "driver", "--resume", *options)
+    return Interrupted(refused, changed, resumed, before, log.read_text()[len(before) :])
+
+
+def test_a_killed_driver_is_resumed_without_running_finished_trials_again(interrupted: Interrupted):
+    assert interrupted.refused.code == 2
+    assert "--resume" in interrupted.refused.output
+    assert interrupted.changed.code == 2
+    assert "'train' differs" in interrupted.changed.output
+    resumed = interrupted.resumed
+    assert resumed.code == 0, resumed.output[-3000:]
+    trials = resumed.trials.sort_values("lambda_")
+    assert trials["state"].tolist() == ["good", "good"]
+    assert trials["resumes"].tolist()[0] == 0
+    assert trials["resumes"].tolist()[1] >= 1
+    first = trials["trial_id"].iloc[0]
+    assert f"trial {first}" not in interrupted.after, "the finished trial reported again"
+    for _, curve in resumed.history.groupby("trial_id"):
+        assert curve["step"].tolist() == list(range(1, 13))
+
+
+def test_a_killed_worker_is_replaced_from_the_last_checkpoint(head: LocalHead, tiny_model: str, tmp_path: Path, interrupted: Interrupted):
+    options = [*TINY, f"train.model={tiny_model}", *LONG, "space.strength=[0.0]"]
     process = start_sweep(head, tmp_path, "kill", *options)
     log = tmp_path / "kill" / "progress.log"
     wait_for(lambda: evaluations(log), "the first evaluation")
@@ -150,48 +205,12 @@ def test_a_killed_worker_is_replaced_from_the_last_checkpoint(head: LocalHead, t
     assert trial["resumes"] >= 1
     curve = pd.read_parquet(tmp_path / "kill" / "history.parquet")
     assert curve["step"].tolist() == list(range(1, 13))
-    # The undisturbed run gives the same curve: steps are functions of their number, and the checkpoint holds the moments.
-    calm = run_sweep(head, tmp_path, "calm", *options)
-    assert calm.code == 0, calm.output[-3000:]
-    np.testing.assert_allclose(curve["task_loss"], calm.history["task_loss"], rtol=1e-5)
-
-
-def test_a_killed_driver_is_resumed_without_running_finished_trials_again(head: LocalHead, tiny_model: str, tmp_path: Path):
-    options = [
-        *TINY,
-        f"train.model={tiny_model}",
-        "space.rank=[2]",
-        "space.strength=[0.0,0.5]",
-        "train.steps=12",
-        "scaling.concurrent=1",
-        "asha.enabled=false",
-    ]
-    process = start_sweep(head, tmp_path, "driver", *options)
-    log = tmp_path / "driver" / "progress.log"
-    wait_for(
-        lambda: log.is_file() and "ended" in log.read_text() and len(evaluations(log)) >= 5,
-        "one trial ended and an evaluation of the second",
-    )
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    before = log.read_text()
-    refused = run_sweep(head, tmp_path, "driver", *options)
-    assert refused.code == 2
-    assert "--resume" in refused.output
-    changed = run_sweep(head, tmp_path, "driver", "--resume", *options, "train.seed=7")
-    assert changed.code == 2
-    assert "'train' differs" in changed.output
-    resumed = run_sweep(head, tmp_path, "driver", "--resume", *options)
-    assert resumed.code == 0, resumed.output[-3000:]
-    trials = resumed.trials.sort_values("lambda_")
-    assert trials["state"].tolist() == ["good", "good"]
-    assert trials["resumes"].tolist()[0] == 0
-    assert trials["resumes"].tolist()[1] >= 1
-    after = log.read_text()[len(before) :]
-    first = trials["trial_id"].iloc[0]
-    assert f"trial {first}" not in after, "the finished trial reported again"
-    for _, curve in resumed.history.groupby("trial_id"):
-        assert curve["step"].tolist() == list(range(1, 13))
+    # The undisturbed run of the same config gives the same curve: steps are functions of their number, and the checkpoint holds the moments.
+    trials = interrupted.resumed.trials
+    calm = trials.loc[trials["lambda_"] == 0.0, "trial_id"].item()
+    history = interrupted.resumed.history
+    undisturbed = history[history["trial_id"] == calm]
+    np.testing.assert_allclose(curve["task_loss"], undisturbed["task_loss"], rtol=1e-5)
 
 
 def test_zero_3_on_two_workers_shards_the_codes_and_saves_the_whole_adapter(head: LocalHead, tiny_model: str, tmp_path: Path):
@@ -199,19 +218,23 @@ def test_zero_3_on_two_workers_shards_the_codes_and_saves_the_whole_adapter(head
     two = ["scaling.workers=2", "scaling.cpus_per_worker=0.9", "train.zero_stage=3", "train.micro_batch_size=4"]
     sharded = run_sweep(head, tmp_path, "sharded", *shared, *two)
     assert sharded.code == 0, sharded.output[-3000:]
-    single = run_sweep(head, tmp_path, "single", *shared, "train.backend=local", "train.micro_batch_size=8")
-    assert single.code == 0, single.output[-3000:]
-    whole = sum(entry.codes.numel() for entry in read_quantized(Path(single.base["nvfp4"]["folder"]))[1].values())
-    assert single.trials["code_bytes_per_worker"].item() == whole
+    # The single process is the library itself: no Ray, no DeepSpeed.
+    space = load_space("pqt:quickstart", SweepConfig, [*shared, "train.backend=local", "train.micro_batch_size=8"])
+    context = build(space.trial_config(space.points()[0]))
+    curve: list[dict] = []
+    result = train(context, report=lambda metrics, folder: curve.append(metrics), quiet=True)
+    write_adapter(context, result, tmp_path / "single", {})
+    whole = sum(entry.codes.numel() for entry in read_quantized(context.base)[1].values())
+    assert code_shard(context.model)[0] == whole
     # DeepSpeed pads each tensor to a multiple of the world size: at most one bfloat16 a tensor more than half.
     assert whole / 2 <= sharded.trials["code_bytes_per_worker"].item() <= whole / 2 + 2 * 14
-    files = [load_file(run.folder / "best" / "adapter" / "adapter_model.safetensors") for run in (sharded, single)]
+    files = [load_file(folder / "adapter_model.safetensors") for folder in (sharded.folder / "best" / "adapter", tmp_path / "single")]
     assert {name: tensor.shape for name, tensor in files[0].items()} == {name: tensor.shape for name, tensor in files[1].items()}
     assert all(tensor.numel() for tensor in files[0].values())
     assert any(bool(tensor.any()) for name, tensor in files[0].items() if "qast_B" in name)
-    assert read_manifest(sharded.folder / "best" / "merged", KIND)["code_plane"] == single.base["nvfp4"]["code_plane"]
+    assert read_manifest(sharded.folder / "best" / "merged", KIND)["code_plane"] == base_manifest(context.base)["code_plane"]
     # The same steps up to the order of float32 sums; Adam's first steps, of size lr whatever the gradient, magnify it where a gradient is near zero.
-    np.testing.assert_allclose(sharded.history["task_loss"], single.history["task_loss"], rtol=2e-3)
+    np.testing.assert_allclose(sharded.history["task_loss"], [row["task_loss"] for row in curve], rtol=2e-3)
 
 
 BAD = {
