@@ -169,7 +169,5 @@ def _results(config: DriftConfig, benchmarks: list[Benchmark], units: list[dict[
             assert terms is not None
             hidden = terms.target_gram.shape[0]
             floor = floors[place]
-            results.append(
-                summarize(config, name, benchmark, collect(benchmark, batches, readings, hidden), terms, floor)
-            )
+            results.append(summarize(config, name, benchmark, collect(benchmark, batches, readings, hidden), terms, floor))
     return results

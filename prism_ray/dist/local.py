@@ -85,7 +85,9 @@ def start(*, num_cpus: float = 2, object_store_bytes: int = 200 << 20) -> LocalH
     ]  # fmt: skip
     log = folder / "head.log"
     with open(log, "wb") as output:
-        process = subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True)
+        process = subprocess.Popen(
+            command, env=env, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True
+        )
     head = LocalHead(
         address=f"{HOST}:{port}",
         dashboard=f"http://{HOST}:{dashboard}",

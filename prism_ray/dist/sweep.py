@@ -35,10 +35,10 @@ from prism_ray.dist.config import SweepConfig
 from prism_ray.dist.progress import ProgressLog
 from prism_ray.dist.trial import ADAPTER_FOLDER, FINAL, METRIC, RUNG, USER_ERROR, run_trial
 from prism_ray.formats.checkpoint import load_quantized_model
+from prism_ray.models.load import load_tokenizer
 from prism_ray.reports.html import write_report
 from prism_ray.reports.sweep import best_trial, gating, write_tables
 from prism_ray.training.base import base_manifest, prepare_base
-from prism_ray.models.load import load_tokenizer
 from prism_ray.training.config import TrainConfig
 from prism_ray.training.dataset import load_run_data
 from prism_ray.training.run import evaluate_checkpoint, merge_best

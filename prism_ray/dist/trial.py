@@ -97,7 +97,8 @@ def _train_worker(payload: dict[str, Any]) -> None:
     }
     values |= {
         "train_seconds": result.progress.seconds,
-        "train_tokens": float(result.progress.tokens), "tokens_per_second": result.progress.tokens / max(result.progress.seconds, 1e-9),
+        "train_tokens": float(result.progress.tokens),
+        "tokens_per_second": result.progress.tokens / max(result.progress.seconds, 1e-9),
         "resumes": float(len(result.progress.resumed_at)),
     }
     if result.diverged or not result.best:
