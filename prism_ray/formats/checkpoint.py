@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from prism_ray.core.errors import CheckpointError, ModelError
+from prism_ray.core.errors import CheckpointError, ModelError, one_line
 from prism_ray.core.files import atomic_folder, require_disk
 from prism_ray.core.manifest import MANIFEST_NAME, read_manifest, write_manifest
 from prism_ray.formats import compressed_tensors as convention
 from prism_ray.formats.e2m1 import PACKING
 from prism_ray.formats.modules import FP4Experts, FP4Linear, QuantizedModule, planes
 from prism_ray.formats.policy import QuantPlan
-from prism_ray.formats.safetensors_io import INDEX_NAME, SINGLE_NAME, read_tensors, write_shard
+from prism_ray.formats.safetensors_io import INDEX_NAME, REWRITE, SINGLE_NAME, read_tensors, write_shard
 from prism_ray.formats.spec import FormatSpec
 from prism_ray.formats.tensor import QuantTensor, code_plane_fingerprint, scale_plane_fingerprint
 
@@ -119,14 +119,17 @@ def _edit_config(path: Path, **fields: Any) -> None:
 
 
 def read_config(folder: Path | str) -> dict[str, Any]:
-    """config.json of a model folder as plain data; raises ModelError where there is none."""
+    """The parsed config.json of a model folder; ModelError when it is missing, no JSON, or names no model_type."""
     path = Path(folder) / "config.json"
-    if not path.is_file():
-        raise ModelError("no config.json, so this is no model folder", where=str(folder), remedy="give a Hugging Face folder")
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError):
-        raise ModelError("not valid JSON", where=str(path), remedy="copy or write it again") from None
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelError(f"cannot be read ({error.strerror})", where=str(path), remedy=REWRITE) from None
+    except ValueError as error:
+        raise ModelError(f"is not valid JSON ({one_line(error)})", where=str(path), remedy=REWRITE) from None
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        raise ModelError("names no model_type, so it is no model's config", where=str(path), remedy="give a Hugging Face model folder")
+    return config
 
 
 def read_quantized(folder: Path | str) -> tuple[FormatSpec, dict[str, QuantTensor], dict[str, torch.Tensor]]:

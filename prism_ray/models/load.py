@@ -5,7 +5,6 @@ Refuses: pickled weights, remote code, tensors that the architecture needs and t
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 from safetensors import SafetensorError
 
 from prism_ray.core.errors import CheckpointError, EnvironmentFault, ModelError, one_line
+from prism_ray.formats.checkpoint import load_quantized_model, read_config
 from prism_ray.formats.safetensors_io import REWRITE, check_safetensors
 from prism_ray.models.source import resolve
 
@@ -55,8 +55,6 @@ def load_model(spec: str | Path, *, dtype: torch.dtype = torch.bfloat16, device:
     check_safetensors(folder)
     quantization = config.get("quantization_config")
     if isinstance(quantization, dict) and quantization.get("quant_method") == "compressed-tensors":
-        from prism_ray.formats.checkpoint import load_quantized_model
-
         return load_quantized_model(folder, dtype=dtype, device=str(device))
     model: Any = _load_plain(folder, dtype)
     return model.to(device).eval()
@@ -85,20 +83,6 @@ def _load_plain(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
             remedy=REWRITE,
         )
     return model
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """The parsed config.json of a model folder; ModelError when it is missing, no JSON, or names no model_type."""
-    path = folder / "config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ModelError(f"cannot be read ({error.strerror})", where=str(path), remedy=REWRITE) from None
-    except ValueError as error:
-        raise ModelError(f"is not valid JSON ({one_line(error)})", where=str(path), remedy=REWRITE) from None
-    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
-        raise ModelError("names no model_type, so it is no model's config", where=str(path), remedy="give a Hugging Face model folder")
-    return config
 
 
 def _require_device(device: str | torch.device) -> None:

@@ -7,7 +7,7 @@ plotly.js is inlined once (about 5 MB); nothing is loaded from the network. What
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -56,15 +56,15 @@ def write_report(folder: Path | str, trials: pd.DataFrame, history: pd.DataFrame
         sizes=_sizes(table),
         sizes_task=_n_words(table, task_n, "examples") or "n not recorded",
         task_words=task_words,
-        heat_map=_plot(figures.heat_map(table), "heat-map"),
-        pareto_plot=_plot(figures.pareto_plot(table, best_id), "pareto"),
-        curves="" if steps.empty else _plot(figures.curves(table, steps, best_id), "curves"),
+        heat_map=plot_div(figures.heat_map(table), "heat-map"),
+        pareto_plot=plot_div(figures.pareto_plot(table, best_id), "pareto"),
+        curves="" if steps.empty else plot_div(figures.curves(table, steps, best_id), "curves"),
         front=front,
         merge=_merge(summary.get("best") or {}),
         gating=[_gating(reading) for reading in readings],
         factor=f"{NULL_FACTOR:g}",
         headroom=f"{HEADROOM:g}",
-        provenance=_provenance(summary),
+        provenance=provenance(summary, PLACED),
     )
     path = Path(folder) / REPORT_NAME
     with atomic_path(path) as temporary:
@@ -79,7 +79,8 @@ def _best(table: pd.DataFrame, summary: Mapping[str, Any]) -> pd.Series | None:
     return None if summary["best_trial_id"] is None or found.empty else found.iloc[0]
 
 
-def _plot(figure: go.Figure, name: str) -> str:
+def plot_div(figure: go.Figure, name: str) -> str:
+    """A figure as a div of the id `name`, without plotly.js, which the page carries once."""
     config = {"displayModeBar": False, "responsive": True}
     return to_html(figure, full_html=False, include_plotlyjs=False, include_mathjax=False, div_id=name, config=config)
 
@@ -237,8 +238,8 @@ def _effect(effect: LambdaEffect) -> dict[str, str]:
     }
 
 
-def _provenance(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Every key of the summary that the page does not show elsewhere, dicts flattened with dots."""
+def provenance(summary: Mapping[str, Any], placed: Collection[str]) -> list[tuple[str, str]]:
+    """Every key of the summary that the page does not show elsewhere (`placed`), dicts flattened with dots."""
     rows: list[tuple[str, str]] = []
 
     def add(name: str, value: Any) -> None:
@@ -251,6 +252,6 @@ def _provenance(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
             rows.append((name, MISSING if value is None else str(value)))
 
     for key, value in summary.items():
-        if key not in PLACED:
+        if key not in placed:
             add(str(key), value)
     return rows

@@ -1,10 +1,12 @@
-"""The page of the sweep report, as a Jinja template: rendered with autoescape on, so that only what is marked `safe` is markup.
+"""The frame of every report and the page of the sweep report, as Jinja templates.
+
+Rendered with autoescape on, so that only what is marked `safe` is markup.
 
 The content security policy makes the browser itself refuse anything from the network. A string in a module instead of a data file:
 a wheel built without package-data settings still carries it.
 """
 
-PAGE = """<!doctype html>
+TOP = """<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
@@ -13,7 +15,9 @@ style-src 'unsafe-inline'; img-src data: blob:">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{{ title }}</title>
 <style>
-:root { --ink: #1f2328; --muted: #5b6470; --line: #d5d9e0; --soft: #f6f7f9; --ok: #00684a; --warn: #8a5300; --bad: #a3001e; }
+"""
+
+STYLE = """:root { --ink: #1f2328; --muted: #5b6470; --line: #d5d9e0; --soft: #f6f7f9; --ok: #00684a; --warn: #8a5300; --bad: #a3001e; }
 * { box-sizing: border-box; }
 body { margin: 0; color: var(--ink); background: white;
   font: 15px/1.5 system-ui, -apple-system, "Segoe UI", "Liberation Sans", Arial, sans-serif; }
@@ -52,13 +56,32 @@ code { font: 12.5px/1.45 ui-monospace, "Liberation Mono", Menlo, monospace; over
   h2, h3 { break-after: avoid; }
   thead { display: table-header-group; }
 }
-</style>
+"""
+
+HEAD = """</style>
 <script>{{ plotly_js | safe }}</script>
 </head>
 <body>
 <main>
 <h1>{{ title }}</h1>
-<section class="headline {{ headline.level }}">
+"""
+
+FOOT = """<h2>Provenance</h2>
+<table><tbody>
+{% for name, value in provenance %}<tr><td class="key">{{ name }}</td><td><code>{{ value }}</code></td></tr>
+{% endfor %}</tbody></table>
+</main>
+</body>
+</html>
+"""
+
+
+def page(body: str, style: str = "") -> str:
+    """The template of a whole page: title, `plotly_js` and `provenance` around `body`, with `style` behind the shared one."""
+    return TOP + STYLE + style + HEAD + body + FOOT
+
+
+PAGE = page("""<section class="headline {{ headline.level }}">
 <h2>{{ headline.title }}</h2>
 {% for sentence in headline.sentences %}<p>{{ sentence }}</p>
 {% endfor %}</section>
@@ -148,11 +171,4 @@ standard errors with ΔR positive. The effects below the verdict are measured in
 </section>
 {% endfor %}
 
-<h2>Provenance</h2>
-<table><tbody>
-{% for name, value in provenance %}<tr><td class="key">{{ name }}</td><td><code>{{ value }}</code></td></tr>
-{% endfor %}</tbody></table>
-</main>
-</body>
-</html>
-"""
+""")

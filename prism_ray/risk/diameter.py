@@ -5,13 +5,14 @@ The gradient of cross-entropy in a feature z is a convex combination of differen
     K_feat = max_{i, j} d_ij,   d_ij = |h_i - h_j|.
 
 With c the mean row, x_i = h_i - c and r_i = |x_i|, the triangle inequality d_ij <= r_i + r_j excludes every pair with r_i + r_j <= L, the largest
-distance found so far. L starts from farthest-point sweeps (from a row to the row farthest from it, and on from there) and rises while the pairs
-that are left are looked at in blocks, by descending radius. Trained heads have some rows far from the rest, and few pairs are left; where all radii
-are equal nothing is excluded, and the search costs what all pairs cost, in float64.
+distance found so far. L starts from farthest-point sweeps among the outermost rows (from a row to the row farthest from it, and on from there) and
+rises while the pairs that are left are looked at in blocks, by descending radius. A trained head has some rows far from the rest, and few pairs are
+left; where all radii are equal nothing is excluded, and the search costs what all pairs cost in float64.
 
-Rounding, all sums in float64 with u = 2^-53: a radius and a distance carry at most (d + 4) u relative, so `floor` lies 8 (d + 8) u below L and no pair
-is excluded that is longer than the one kept. A block's squared distances r_i^2 + r_j^2 - 2 x_i'x_j carry (d + 8) u (r_i + r_j)^2 <= 4 (d + 8) u K_feat^2,
-which only matters between pairs as near as that to each other: `value`, recomputed from h_i - h_j, is K_feat up to 8 (d + 8) u, 4e-12 at d = 4096.
+Rounding, all sums in float64 with u = 2^-53: a radius and a distance carry at most (d + 4) u relative, so a pair is excluded only below
+L (1 - 8 (d + 8) u), and none that is longer than the pair kept. A block's squared distances r_i^2 + r_j^2 - 2 x_i'x_j carry at most
+(d + 8) u (r_i + r_j)^2 <= 4 (d + 8) u K_feat^2 (c lies between the rows, so r_i <= K_feat), which only matters between pairs as close in length as that:
+`value`, recomputed from h_i - h_j, is K_feat up to 8 (d + 8) u relative, 4e-12 at d = 4096.
 
 Legend: V rows (vocabulary), d hidden size.
 """
@@ -26,8 +27,8 @@ import torch
 from prism_ray.core.errors import ConfigError, FormatError
 
 CHUNK = 1024
-PASS_ENTRIES = 2**18
-"""A pass over all rows takes blocks of 2 MiB in float64, which stay in a core's cache; with 8 MiB it takes up to twice as long."""
+PASS_ENTRIES = 2**17
+"""A pass over all rows takes blocks of 1 MiB in float64, which stay in a core's cache; at d = 576, 0.1 MiB takes twice as long and 4 MiB a fifth more."""
 MOST_SWEEPS = 8
 UNIT = 2.0**-53
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -38,7 +39,7 @@ class Diameter:
     """The largest distance between two rows, a pair that attains it (first <= second), and how much was looked at.
 
     value: in the unit of the weight; pairs_checked: pairs whose distance the block search computed, each at most once; pairs_total: V (V - 1) / 2;
-    sweeps: passes from one row to all V rows before the search (V distances each, not in pairs_checked).
+    sweeps: passes from one row to the `chunk` rows of largest radius (to all, where those are equal) before the search, not in pairs_checked.
     """
 
     value: float
@@ -68,11 +69,14 @@ def head_diameter(weight: torch.Tensor, *, chunk: int = CHUNK) -> Diameter:
         largest_row_norm(weight, chunk=chunk)
         _refuse_infinite(radii)
 
-    value, pair, sweeps = _sweep(weight, int(radii.argmax()), chunk)
-    checked = 0
-    # A sweep that ends at distance 0 proves all rows equal, though rounding of the mean may leave radii above 0.
+    radii, order = radii.sort(descending=True, stable=True)
+    value, (i, j), sweeps = _sweep(weight.index_select(0, order[:chunk]), 0, chunk)
+    pair, checked = (int(order[i]), int(order[j])), 0
+    if value == 0:
+        # The outermost rows are equal. If a sweep over all rows ends at 0 too, all are, though rounding of the mean may leave radii above 0.
+        value, pair, sweeps = _sweep(weight, pair[0], chunk)
     if value > 0:
-        value, pair, checked = _search(weight, centre, radii, value, pair, chunk)
+        value, pair, checked = _search(weight, centre, radii, order, value, pair, chunk)
     return Diameter(
         value=value, first=min(pair), second=max(pair), pairs_checked=checked, pairs_total=rows * (rows - 1) // 2, sweeps=sweeps
     )
@@ -113,11 +117,11 @@ def all_pairs_diameter(weight: torch.Tensor, chunk: int = CHUNK) -> Diameter:
     return Diameter(value=_distance(weight, *pair), first=min(pair), second=max(pair), pairs_checked=total, pairs_total=total)
 
 
-def _sweep(weight: torch.Tensor, start: int, chunk: int) -> tuple[float, tuple[int, int], int]:
-    """(distance, pair, sweeps) of the last gain on the way from row `start` to the row farthest from it, and on from there."""
+def _sweep(rows: torch.Tensor, start: int, chunk: int) -> tuple[float, tuple[int, int], int]:
+    """(distance, pair, sweeps) of the last gain on the way from one of `rows` to the one farthest from it, and on from there."""
     value, pair = 0.0, (start, start)
     for sweep in range(1, MOST_SWEEPS + 1):
-        distances = _norms(weight, weight[start].to(torch.float64), chunk)
+        distances = _norms(rows, rows[start].to(torch.float64), chunk)
         end = int(distances.argmax())
         if float(distances[end]) <= value:
             return value, pair, sweep
@@ -126,15 +130,20 @@ def _sweep(weight: torch.Tensor, start: int, chunk: int) -> tuple[float, tuple[i
 
 
 def _search(
-    weight: torch.Tensor, centre: torch.Tensor, radii: torch.Tensor, value: float, pair: tuple[int, int], chunk: int
+    weight: torch.Tensor,
+    centre: torch.Tensor,
+    radii: torch.Tensor,
+    order: torch.Tensor,
+    value: float,
+    pair: tuple[int, int],
+    chunk: int,
 ) -> tuple[float, tuple[int, int], int]:
     """(distance, pair, pairs looked at): the longest pair, given one of length `value` > 0.
 
-    Rows are sorted by descending radius, and each block of rows meets the blocks up to its own: r_i + r_j falls along both loops, so each ends at the first
-    excluded block, and once a block is excluded with the first row all later ones are.
+    radii, order: float64 and int64 [V], descending radii and the rows that have them. Each block of rows meets the blocks up to its own: r_i + r_j falls
+    along both loops, so the inner one ends at the first excluded block, and all is done once a block is excluded together with the first row.
     """
     slack = 8 * (weight.shape[1] + 8) * UNIT
-    radii, order = radii.sort(descending=True, stable=True)
     checked = 0
 
     def left(start: int, other: int) -> slice:
@@ -169,14 +178,19 @@ def _distance(weight: torch.Tensor, first: int, second: int) -> float:
 
 def _norms(weight: torch.Tensor, centre: torch.Tensor, chunk: int) -> torch.Tensor:
     """|h_i - centre| of every row, float64 [V]."""
-    return torch.cat([torch.linalg.vector_norm(block - centre, dim=1) for block in _blocks(weight, chunk)])
+    return torch.cat([torch.linalg.vector_norm(block.sub_(centre), dim=1) for block in _blocks(weight, chunk)])
 
 
 def _blocks(weight: torch.Tensor, chunk: int) -> Iterator[torch.Tensor]:
-    """The rows in float64, at most `chunk` at a time. A block may be a view of the weight: never written to."""
-    size = min(chunk, max(1, PASS_ENTRIES // weight.shape[1]))
-    for start in range(0, weight.shape[0], size):
-        yield weight[start : start + size].to(torch.float64)
+    """The rows in float64, at most `chunk` at a time, in one buffer that the caller may write to and the next block overwrites.
+
+    A new tensor each time would cost more than the arithmetic wherever the allocator returns it to the system: its pages are faulted in again.
+    """
+    rows, hidden = weight.shape
+    size = min(rows, chunk, max(1, PASS_ENTRIES // hidden))
+    buffer = torch.empty(size, hidden, dtype=torch.float64, device=weight.device)
+    for start in range(0, rows, size):
+        yield buffer[: min(size, rows - start)].copy_(weight[start : start + size])
 
 
 def _check(weight: torch.Tensor, chunk: int) -> None:
