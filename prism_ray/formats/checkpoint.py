@@ -121,6 +121,8 @@ def _edit_config(path: Path, **fields: Any) -> None:
 def read_config(folder: Path | str) -> dict[str, Any]:
     """The parsed config.json of a model folder; ModelError when it is missing, no JSON, or names no model_type."""
     path = Path(folder) / "config.json"
+    if not path.is_file():
+        raise ModelError("no config.json, so this is no model folder", where=str(folder), remedy="give a Hugging Face folder")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
