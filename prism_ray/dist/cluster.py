@@ -65,6 +65,17 @@ def check_feasible(scaling: ScalingConfig) -> int:
     return min(possible, scaling.concurrent)
 
 
+def worker_bundle(scaling: ScalingConfig) -> dict[str, float]:
+    """What one worker asks of one node."""
+    return {"CPU": scaling.cpus_per_worker, **({"GPU": scaling.gpus_per_worker} if scaling.gpus_per_worker else {})}
+
+
+def free_resources() -> str:
+    """CPUs and GPUs that no task, actor or group holds now, of all nodes together."""
+    free = ray.available_resources()
+    return ", ".join(f"{free.get(name, 0.0):g} {name}" for name in ("CPU", "GPU") if name in free or name == "CPU")
+
+
 def unwrap(error: BaseException) -> BaseException:
     """The PrismError inside Ray's task and training errors, or the innermost cause."""
     seen: set[int] = set()

@@ -26,11 +26,14 @@ import ray
 import ray.train
 import ray.tune
 from ray.tune.schedulers import AsyncHyperBandScheduler, FIFOScheduler
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from prism_ray import __version__
-from prism_ray.core.errors import ConfigError, PrismError, SweepFailed
+from prism_ray.core.errors import ConfigError, PrismError, ResourceError, SweepFailed
 from prism_ray.core.files import atomic_folder, require_disk, write_json
-from prism_ray.dist.cluster import TRIAL_CPUS, check_feasible, unwrap
+from prism_ray.dist import cluster
+from prism_ray.dist.cluster import TRIAL_CPUS, check_feasible, unwrap, worker_bundle
 from prism_ray.dist.config import SweepConfig
 from prism_ray.dist.progress import ProgressLog
 from prism_ray.dist.trial import ADAPTER_FOLDER, FINAL, METRIC, RUNG, USER_ERROR, run_trial
@@ -156,14 +159,27 @@ def _versions() -> dict[str, str]:
 
 
 def _remote(function: Any, config: SweepConfig, *args: Any) -> Any:
-    """Run a function in a task on a worker node (the head node does no model work), and raise its PrismError as such."""
+    """Run a function in a task on a worker node (the head node does no model work), and raise its PrismError as such.
+
+    ResourceError, with the bundle and what is free, when no node offers the bundle within `pending_timeout_s`: Ray itself would wait for ever.
+    """
     scaling = config.scaling
-    task = ray.remote(num_cpus=scaling.cpus_per_worker, num_gpus=scaling.gpus_per_worker, max_retries=2)(function)
+    bundle = worker_bundle(scaling)
+    group = placement_group([bundle])
     try:
-        return ray.get(task.remote(*args))
+        if not group.wait(timeout_seconds=scaling.pending_timeout_s):
+            raise ResourceError(
+                f"no node could hold {bundle} within {scaling.pending_timeout_s} s; free now: {cluster.free_resources()}",
+                where="scaling",
+                remedy="lower cpus_per_worker or gpus_per_worker, raise pending_timeout_s, or let the cluster grow",
+            )
+        task = ray.remote(num_cpus=scaling.cpus_per_worker, num_gpus=scaling.gpus_per_worker, max_retries=2)(function)
+        return ray.get(task.options(scheduling_strategy=PlacementGroupSchedulingStrategy(group)).remote(*args))
     except ray.exceptions.RayError as error:
         inner = unwrap(error)
         raise (inner if isinstance(inner, PrismError) else error) from None
+    finally:
+        remove_placement_group(group)
 
 
 def _prepare(config: SweepConfig, folder: Path) -> dict[str, dict[str, Any]]:

@@ -22,7 +22,7 @@ import ray.tune
 from ray.train.torch import TorchConfig, TorchTrainer
 from ray.tune.integration.ray_train import TuneReportCallback
 
-from prism_ray.core.errors import PrismError
+from prism_ray.core.errors import PrismError, ResourceError
 from prism_ray.core.files import write_json
 from prism_ray.dist.config import SweepConfig
 from prism_ray.training.backends import Backend, LocalBackend
@@ -143,7 +143,7 @@ def run_trial(values: dict[str, Any], sweep: dict[str, Any] | None = None) -> No
         scaling_config=v2.ScalingConfig(
             num_workers=scaling.workers,
             use_gpu=scaling.gpus_per_worker > 0,
-            resources_per_worker={"CPU": scaling.cpus_per_worker, **({"GPU": scaling.gpus_per_worker} if scaling.gpus_per_worker else {})},
+            resources_per_worker=worker_bundle(scaling),
         ),
         run_config=v2.RunConfig(
             name=f"trial-{trial}",
@@ -159,4 +159,13 @@ def run_trial(values: dict[str, Any], sweep: dict[str, Any] | None = None) -> No
             logging_config=v2.LoggingConfig(log_level="WARNING"),
         ),
     )
-    trainer.fit()
+    try:
+        trainer.fit()
+    except Exception as error:
+        if "WorkerGroupStartupTimeout" not in f"{type(error).__name__} {error!r}":
+            raise
+        raise ResourceError(
+            f"{scaling.workers} worker(s) of {worker_bundle(scaling)} found no place within {scaling.pending_timeout_s} s; free now: {free_resources()}",
+            where="scaling",
+            remedy="lower workers or their resources, raise pending_timeout_s, or let the cluster grow",
+        ) from error

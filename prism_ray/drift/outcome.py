@@ -28,7 +28,8 @@ def table(results: Sequence[DriftResult]) -> pd.DataFrame:
 def samples(results: Sequence[DriftResult]) -> pd.DataFrame:
     """One row a (variant, benchmark, sample), per-token means, ranked by how far the variant leaves the base there.
 
-    residual: |Z_T - Z_P| / sqrt(m); scale: ||Z_T| - |Z_P|| / sqrt(m); shape: sqrt(residual^2 - scale^2), all in units of features, m scored tokens.
+    residual: |Z_T - Z_P| / sqrt(m); scale: ||Z_T| - |Z_P|| / sqrt(m); shape: sqrt(residual^2 - scale^2), in units of features; head_residual: RMS of
+    |z_P (H_T - H_P)|, in units of logits; m scored tokens. rank: by residual, where features are the same by head_residual.
     """
     frames = []
     for result in results:
@@ -42,7 +43,10 @@ def samples(results: Sequence[DriftResult]) -> pd.DataFrame:
         frame["residual"] = residual**0.5
         frame["scale_residual"] = scale**0.5
         frame["shape_residual"] = (residual - scale).clip(lower=0) ** 0.5
-        frame["rank"] = frame["residual"].rank(ascending=False, method="first").astype("int64")
+        frame["head_residual"] = (sums["head_squared"] / m) ** 0.5
+        ordered = frame.sort_values(["residual", "head_residual"], ascending=False, kind="stable").index
+        frame.loc[ordered, "rank"] = range(1, len(frame) + 1)
+        frame["rank"] = frame["rank"].astype("int64")
         frames.append(frame.sort_values("rank"))
     return pd.concat(frames, ignore_index=True)
 

@@ -56,11 +56,12 @@ def collect(benchmark: Benchmark, batches: Sequence[list[int]], readings: Sequen
 @dataclass(frozen=True, kw_only=True)
 class Floor:
     """The base against itself on one benchmark: a bound a layout, the smallest per-sample mean cosine of outputs over all layouts (NaN without a floor),
-    and the share of routings that flip (None for dense models)."""
+    the share of routings that flip (None for dense models), and the number of samples."""
 
     bounds: list[Bound]
     agreement: float
     flips: float | None
+    samples: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,8 +130,10 @@ class DriftResult:
             "status": self.verdict.status,
             "agreement": self.agreement,
             "kl": self.kl,
-            "routing_flips": self.flips,
-            "floor_routing_flips": self.floor.flips,
+            "routing_flips": _number(self.flips),
+            "routing_choices": int(self.table[:, SAMPLE_COLUMNS.index("routing_choices")].sum()),
+            "floor_routing_flips": _number(self.floor.flips),
+            "floor_samples": self.floor.samples,
             "floor_agreement": self.floor.agreement,
             "truncated": self.truncated,
             "dropped": len(self.dropped),
@@ -165,12 +168,17 @@ class DriftResult:
             "axes": {axis: asdict(entry) | {"distinguishable": entry.distinguishable} for axis, entry in self.axes.items()},
             "classes": self.classes,
             "direction": None if self.direction is None else _without_draws(self.direction) | {"floor": self.direction.floor},
-            "transfer": None if self.transfer is None else _without_draws(self.transfer),
+            # Its rotation test is `direction`, on the same rows.
+            "transfer": None if self.transfer is None else {k: v for k, v in _without_draws(self.transfer).items() if k != "rotation"},
             "agreement_splits": [asdict(entry) | {"separation": entry.separation} for entry in self.splits],
             "dropped": self.dropped,
             "verdict": asdict(self.verdict),
         }
         return _jsonable(plain)
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value
 
 
 def _without_draws(value: Any) -> dict[str, Any]:

@@ -121,7 +121,7 @@ def measure_floor(
 ) -> Floor:
     """The base in other batch shapes against itself in the plan's (field case DRF-02). stored: features of a batch of `floor_plan`, by its place there."""
     if config.floor_samples == 0:
-        return Floor(bounds=[], agreement=math.nan, flips=None)
+        return Floor(bounds=[], agreement=math.nan, flips=None, samples=0)
     plan = plans.floor_plan(benchmark, config.floor_samples)
     by_sample: dict[int, Features] = {}
     for place, indices in enumerate(plan):
@@ -151,7 +151,7 @@ def measure_floor(
             found.append(bounds(moments, terms, alignments=("identity",))["identity"])
     if not found:
         raise DataError("every sample gives NaN or infinite numbers in the base", where=config.base, remedy="mend the base, or use float32")
-    return Floor(bounds=found, agreement=agreement, flips=flips / choices if choices else None)
+    return Floor(bounds=found, agreement=agreement, flips=flips / choices if choices else None, samples=len(by_sample))
 
 
 def _stored(cache: FeatureCache, numbers: list[int], place: int) -> Features:

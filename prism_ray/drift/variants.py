@@ -1,4 +1,5 @@
-"""Open anything that can be a base or a variant: model sources, FP4 checkpoints, merged checkpoints, PEFT adapters on a base."""
+"""Open anything that can be a base or a variant: model sources, FP4 checkpoints, merged checkpoints, PEFT adapters on a base, and a source quantized by
+bitsandbytes while it loads, written `bnb-nf4:SOURCE`, `bnb-fp4:SOURCE` or `bnb-int8:SOURCE`, where that package is installed."""
 
 from __future__ import annotations
 
@@ -9,14 +10,21 @@ from typing import Any
 import torch
 
 from prism_ray.adapters.admission import load_adapter
-from prism_ray.core.errors import ModelError, one_line
+from prism_ray.core.errors import EnvironmentFault, ModelError, one_line
+from prism_ray.core.optional import require
 from prism_ray.formats.modules import QuantizedModule
 from prism_ray.formats.safetensors_io import check_safetensors
 from prism_ray.models.families import split_head
 from prism_ray.models.load import load_model, load_tokenizer
+from prism_ray.models.source import resolve
 from prism_ray.risk.head import LinearHead
 
 ADAPTER_FILE = "adapter_config.json"
+BITSANDBYTES: dict[str, dict[str, Any]] = {
+    "bnb-nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+    "bnb-fp4": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
+    "bnb-int8": {"load_in_8bit": True},
+}
 
 
 def split_adapter(source: str, base: str) -> tuple[str | None, str]:
@@ -35,10 +43,32 @@ def open_variant(source: str, *, base: str, dtype: torch.dtype, device: str = "c
     Raises what `load_model` and `load_adapter` raise; ModelError for a PEFT adapter that does not fit.
     """
     adapter, model_source = split_adapter(source, base)
-    model: Any = load_model(model_source, dtype=dtype, device=device)
+    kind, _, inner = model_source.partition(":")
+    if kind in BITSANDBYTES:
+        model: Any = _load_bitsandbytes(BITSANDBYTES[kind], inner, dtype, device)
+    else:
+        model = load_model(model_source, dtype=dtype, device=device)
     if adapter is not None:
         model = _with_adapter(model, Path(adapter).expanduser())
     return model.eval().requires_grad_(False)
+
+
+def _load_bitsandbytes(options: dict[str, Any], source: str, dtype: torch.dtype, device: str) -> Any:
+    """Linear layers but the head quantized by bitsandbytes; EnvironmentFault where it is not installed."""
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    require("bitsandbytes", "bitsandbytes")
+    folder = resolve(source)
+    check_safetensors(folder)
+    config = BitsAndBytesConfig(**options, **({"bnb_4bit_compute_dtype": dtype} if "load_in_4bit" in options else {}))
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, device_map={"": device}, quantization_config=config, local_files_only=True, use_safetensors=True
+        )
+    except (ValueError, ImportError, RuntimeError) as error:
+        raise EnvironmentFault(
+            f"bitsandbytes cannot quantize it ({one_line(error)})", where=source, remedy="use its version for this device"
+        ) from None
 
 
 def _with_adapter(model: Any, folder: Path) -> Any:
@@ -83,6 +113,8 @@ def open_tokenizer(source: str, base: str) -> Any:
     adapter, model_source = split_adapter(source, base)
     if adapter is not None:
         return None
+    kind, _, inner = model_source.partition(":")
+    model_source = inner if kind in BITSANDBYTES else model_source
     try:
         return load_tokenizer(model_source)
     except ModelError as error:

@@ -61,7 +61,7 @@ def verdict(
     share = bound.shares[axis]
     reading = readings[axis]
     size = f"B = {bound.value:.4g} nats, of which {100 * share:.0f} % {axis}"
-    turned = f" The class direction shows {rotation}." if rotation else ""
+    turned = f" The class direction shows {rotation}." if rotation in ("rotation", "within noise") else ""
     if reading.distinguishable is False:
         text = (
             f"{where}: not distinguishable from the base against itself. {size}; the {axis} axis reads {reading.value:.3g}, "

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+import shutil
+from types import SimpleNamespace
 
 import pytest
 import ray
 from ray.exceptions import RayActorError
 
+from prism_ray.cli.spaces import load_space
 from prism_ray.core.errors import DataError, ResourceError
-from prism_ray.dist import cluster
-from prism_ray.dist.config import ScalingConfig
+from prism_ray.dist import cluster, sweep
+from prism_ray.dist.config import ScalingConfig, SweepConfig
 from prism_ray.dist.sweep import judge
 
 GOOD = {"final": 1.0, "validation_metric": 0.5, "step": 8.0, "loss": 1.0}
@@ -77,3 +80,18 @@ def test_a_bundle_that_fits_no_single_node_is_refused_with_the_arithmetic(monkey
         cluster.check_feasible(ScalingConfig(cpus_per_worker=1, gpus_per_worker=2))
     assert "2 GPU" in str(caught.value)
     assert "[1.0, 1.0]" in str(caught.value)
+
+
+def test_a_sweep_whose_checkpoints_do_not_fit_the_disk_is_refused_before_any_trial(monkeypatch: pytest.MonkeyPatch, tmp_path):
+    """Field case RAY-06: the budget is of all trials together, because Ray's limit of kept checkpoints is per trial."""
+    entry = {"parameters_per_rank": 1_000_000, "bytes": 5 << 30, "notes": []}
+    monkeypatch.setattr(sweep, "_remote", lambda *args: entry)
+    free = {"bytes": 0}
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free["bytes"], total=1 << 50, used=0))
+    config = load_space("pqt:quickstart", SweepConfig, ["space.rank=[8]", "space.strength=[0.0,0.1,0.5]"])
+    needed = int(1.1 * (8_000_000 * 4 * sweep.CHECKPOINT_COPIES * (config.keep_checkpoints + 1) * 3 + (5 << 30)))
+    free["bytes"] = needed
+    assert sweep._prepare(config, tmp_path)["nvfp4"] == entry
+    free["bytes"] = needed - (1 << 20)
+    with pytest.raises(ResourceError, match="not enough disk for checkpoints of 3 trials"):
+        sweep._prepare(config, tmp_path)

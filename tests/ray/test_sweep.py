@@ -247,6 +247,7 @@ BAD = {
     "missing column": (["train.task.answer=intention"], "intention"),
     "label outside the set": (["train.task.labels=[\"disk full\",\"certificate expired\"]"], "label"),
     "too many CPUs": (["scaling.cpus_per_worker=64"], "a trial needs 1 worker(s) of 64 CPU"),
+    "a bundle that never comes": (["scaling.cpus_per_worker=64", "scaling.autoscaling=true", "scaling.pending_timeout_s=3"], "no node could hold {'CPU': 64.0} within 3 s; free now:"),
     "nothing to resume": (["--resume"], "no sweep to resume"),
     "not enough good trials possible": (["required_good=9"], "required_good is 9"),
 }  # fmt: skip
@@ -303,6 +304,26 @@ def test_bad_input_is_one_line_with_exit_code_2_and_nothing_left(case: str, refu
     assert BAD[case][1] in errors[0]
     assert "Traceback" not in result["output"]
     assert not (storage / f"bad{list(BAD).index(case)}" / "trials.parquet").exists()
+
+
+def held(head: LocalHead) -> dict[str, float]:
+    """CPUs that placement groups or workers hold: resources of the cluster that are not free."""
+    ask = "import json, ray; ray.init('auto', log_to_driver=False); print(json.dumps([ray.cluster_resources(), ray.available_resources()]))"
+    done = subprocess.run([sys.executable, "-c", ask], env=head.env, capture_output=True, text=True, timeout=120, check=True)
+    total, free = json.loads(done.stdout.strip().splitlines()[-1])
+    return {name: total[name] - free.get(name, 0.0) for name in total if name == "CPU" and total[name] - free.get(name, 0.0) > 1e-6}
+
+
+def test_workers_that_find_no_place_end_the_trial_with_the_arithmetic_and_release_what_they_held(head, tiny_model, tmp_path):
+    """Field case RAY-07: one worker fits, so the base is prepared; three never do on two CPUs. Ray Train itself would try again for ever."""
+    options = ["space.rank=[2]", "space.strength=[0.0]", "scaling.workers=3", "scaling.cpus_per_worker=0.9", "train.batch_size=12"]
+    options += ["train.micro_batch_size=4", "scaling.autoscaling=true", "scaling.pending_timeout_s=5", "scaling.concurrent=1"]
+    result = run_sweep(head, tmp_path, "pending", *TINY, f"train.model={tiny_model}", *options)
+    assert result.code == 1, result.output[-2000:]
+    trial = result.trials.iloc[0]
+    assert trial["state"] == "error"
+    assert "3 worker(s) of {'CPU': 0.9} found no place within 5 s; free now: " in trial["reason"]
+    wait_for(lambda: not held(head), "the release of every placement group", 60)
 
 
 def test_no_ray_at_the_address_is_one_line(head: LocalHead, tmp_path: Path):
