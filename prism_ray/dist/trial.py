@@ -24,6 +24,7 @@ from ray.tune.integration.ray_train import TuneReportCallback
 
 from prism_ray.core.errors import PrismError, ResourceError
 from prism_ray.core.files import write_json
+from prism_ray.dist.cluster import free_resources, worker_bundle
 from prism_ray.dist.config import SweepConfig
 from prism_ray.training.backends import Backend, LocalBackend
 from prism_ray.training.checkpoint import latest_complete
