@@ -167,7 +167,7 @@ class DriftResult:
             "interval": asdict(self.interval),
             "axes": {axis: asdict(entry) | {"distinguishable": entry.distinguishable} for axis, entry in self.axes.items()},
             "classes": self.classes,
-            "direction": None if self.direction is None else _without_draws(self.direction) | {"floor": self.direction.floor},
+            "direction": None if self.direction is None else _without_draws(self.direction) | _derived(self.direction),
             # Its rotation test is `direction`, on the same rows.
             "transfer": None if self.transfer is None else {k: v for k, v in _without_draws(self.transfer).items() if k != "rotation"},
             "agreement_splits": [asdict(entry) | {"separation": entry.separation} for entry in self.splits],
@@ -184,6 +184,10 @@ def _number(value: float | None) -> float:
 def _without_draws(value: Any) -> dict[str, Any]:
     """asdict without the single cosines of a null, of which mean and sd are kept."""
     return {key: _strip(entry) for key, entry in asdict(value).items()}
+
+
+def _derived(test: DirectionTest) -> dict[str, Any]:
+    return {name: getattr(test, name) for name in ("floor", "callable_deficit", "n", "d")}
 
 
 def _strip(value: Any) -> Any:
