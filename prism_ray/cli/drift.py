@@ -104,7 +104,20 @@ def _print(results: Sequence[DriftResult], summary: dict[str, Any]) -> None:
 
     console = Console(width=None if sys.stdout.isatty() else 180)
     shown = Table(
-        "variant", "benchmark", "n", "rho_T", "rho_P", "1-Omega", "delta", "gamma", "B (95 %)", "|dR| ± se", "axis", "status", "direction"
+        "variant",
+        "benchmark",
+        "n",
+        "rho_T",
+        "rho_P",
+        "1-Omega",
+        "delta",
+        "gamma",
+        "B (95 %)",
+        "range",
+        "|dR| ± se",
+        "axis",
+        "status",
+        "direction",
     )
     for result in results:
         bound, test = result.bound, result.direction
@@ -118,6 +131,7 @@ def _print(results: Sequence[DriftResult], summary: dict[str, Any]) -> None:
             f"{bound.delta:.3g}",
             f"{bound.gamma:.3g}",
             f"{bound.value:.3g} ({result.interval.low:.3g} to {result.interval.high:.3g})",
+            f"{result.tight.value:.3g}",
             f"{abs(result.delta_ce):.4f} ± {result.delta_ce_se:.4f}",
             f"{bound.dominant} {100 * bound.shares[bound.dominant]:.0f} %" if bound.dominant else "–",
             result.verdict.status,

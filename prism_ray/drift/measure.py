@@ -1,6 +1,6 @@
 """One batch of base and variant features to moments and per-sample readings; heads applied in token chunks.
 
-Memory beside the features of a batch: five float32 blocks of at most `CHUNK_BYTES`, whatever batch, length or vocabulary (field case DRF-03), and the
+Memory beside the features of a batch: seven float32 blocks of at most `CHUNK_BYTES`, whatever batch, length or vocabulary (field case DRF-03), and the
 d x d moments.
 
 Legend: B samples of a batch, n scored tokens, d hidden size, V vocabulary.
@@ -37,6 +37,8 @@ SAMPLE_COLUMNS = (
     "correct_target",
     "correct_proxy",
     "same_token",
+    "feature_range",
+    "head_range",
     "routing_flips",
     "routing_choices",
 )
@@ -55,15 +57,16 @@ class BatchReading:
     dropped: dict[str, str]
 
 
-def output_pairs(z_target: torch.Tensor, z_proxy: torch.Tensor, heads: tuple[LinearHead, LinearHead], targets: torch.Tensor) -> OutputPair:
-    """`compare_outputs` over token chunks. z_*: [n, d]; targets: int64 [n]."""
+def output_pairs(
+    z_target: torch.Tensor, z_proxy: torch.Tensor, heads: tuple[LinearHead, LinearHead], targets: torch.Tensor, *, kept: bool
+) -> OutputPair:
+    """`compare_outputs` over token chunks. z_*: [n, d]; targets: int64 [n]; kept: the heads are the same."""
     size = max(1, CHUNK_BYTES // (4 * heads[0].weight.shape[0]))
-    parts = [
-        compare_outputs(
-            heads[0].logits(z_target[start : start + size]), heads[1].logits(z_proxy[start : start + size]), targets[start : start + size]
-        )
-        for start in range(0, targets.numel(), size)
-    ]
+    parts: list[OutputPair] = []
+    for start in range(0, targets.numel(), size):
+        part = slice(start, start + size)
+        mixed = None if kept else heads[0].logits(z_proxy[part])
+        parts.append(compare_outputs(heads[0].logits(z_target[part]), heads[1].logits(z_proxy[part]), targets[part], mixed))
     return OutputPair(**{field.name: torch.cat([getattr(part, field.name) for part in parts]) for field in fields(OutputPair)})
 
 
@@ -76,7 +79,8 @@ def measure_batch(
     z_target, z_proxy = base.hidden, variant.hidden
     finite = [z.isfinite().all(dim=1) for z in (z_target, z_proxy)]
     usable = finite[0] & finite[1]
-    pair = output_pairs(torch.where(usable.unsqueeze(1), z_target, 0), torch.where(usable.unsqueeze(1), z_proxy, 0), heads, batch.targets)
+    clean = [torch.where(usable.unsqueeze(1), z, 0) for z in (z_target, z_proxy)]
+    pair = output_pairs(clean[0], clean[1], heads, batch.targets, kept=terms.kept)
     finite[0] &= pair.ce_target.isfinite()
     finite[1] &= pair.ce_proxy.isfinite()
     dropped: dict[str, str] = {}
@@ -115,6 +119,8 @@ def measure_batch(
         pair.correct_target,
         pair.correct_proxy,
         pair.same_token,
+        pair.feature_range,
+        pair.head_range,
         flips,
         choices,
     )

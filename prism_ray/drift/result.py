@@ -14,7 +14,7 @@ from prism_ray.drift.config import DriftConfig
 from prism_ray.drift.data import CLASS_SAMPLES, Benchmark
 from prism_ray.drift.measure import SAMPLE_COLUMNS, BatchReading
 from prism_ray.risk.agreement import SplitReading, split_readings
-from prism_ray.risk.bound import Alignment, Axis, Bound, bounds, sequence_bound
+from prism_ray.risk.bound import Alignment, Axis, Bound, RangeBound, bounds, sequence_bound
 from prism_ray.risk.cross import PairMoments
 from prism_ray.risk.floor import AxisReading, BootstrapInterval, axis_readings, bound_interval
 from prism_ray.risk.head import HeadTerms
@@ -81,6 +81,7 @@ class DriftResult:
     delta_ce_sequence: float
     bounds: dict[Alignment, Bound]
     sequence: Bound
+    tight: RangeBound
     interval: BootstrapInterval
     channel_one_minus_omega: float
     axes: dict[Axis, AxisReading]
@@ -121,6 +122,10 @@ class DriftResult:
             "delta": bound.delta,
             "gamma": bound.gamma,
             "bound": bound.value,
+            "feature_range": self.tight.feature,
+            "head_range": self.tight.head,
+            "bound_range": self.tight.value,
+            "bound_mixed": bound.delta + self.tight.head,
             "bound_low": self.interval.low,
             "bound_high": self.interval.high,
             "bound_sequence": self.sequence.value,
@@ -164,6 +169,7 @@ class DriftResult:
             "row": self.row(),
             "bounds": {name: entry.to_dict() for name, entry in self.bounds.items()},
             "sequence": self.sequence.to_dict(),
+            "range_bound": asdict(self.tight) | {"bound": self.tight.value},
             "interval": asdict(self.interval),
             "axes": {axis: asdict(entry) | {"distinguishable": entry.distinguishable} for axis, entry in self.axes.items()},
             "classes": self.classes,
@@ -248,6 +254,9 @@ def summarize(
         delta_ce_sequence=moments.sequence.delta_ce,
         bounds=found,
         sequence=sequence_bound(moments, terms),
+        tight=RangeBound(
+            feature=float(column["feature_range"].sum() / tokens.sum()), head=float(column["head_range"].sum() / tokens.sum())
+        ),
         interval=bound_interval(
             tokens.tolist(), column["difference_squared"].tolist(), column["head_squared"].tolist(), terms.k_feat, seed=config.seed
         ),

@@ -272,6 +272,7 @@ def _row(reading: Reading, order: int, alignments: Sequence[str]) -> dict[str, A
             }
             for name in alignments
         ],
+        "range": [short(get("feature_range")), short(get("head_range")), short(get("bound_range"), 4)],
         "bound_sequence": short(get("bound_sequence"), 4),
         "gap_sequence": _signed(get("delta_ce_sequence")),
         "floors": [_floor(reading, axis) for axis in AXES],

@@ -70,17 +70,20 @@ twenty lies by chance. – : not measured.</p>
 {% endfor %}</tbody>
 {% endfor %}</table>{% endcall %}
 
-<h3>Other alignments, and by sequence</h3>
+<h3>Other alignments, by range, and by sequence</h3>
 <p class="note">The same features after the orthogonal map that fits them best (nuclear) or that makes B smallest (joint). The maps are
-fitted on these samples, so no interval is given. By sequence: the mean over samples of a sample's mean, at W = I.</p>
+fitted on these samples, so no interval is given. By range: the largest minus the smallest change of any logit, a sharper bound on |ΔR| without
+axes: how much of B the change really points at. By sequence: the mean over samples of a sample's mean, at W = I.</p>
 {% call fold("Other alignments", rows | length) %}<table class="wide{{ ' long' if rows | length > fold_above }}"><thead>
 <tr><th colspan="2"></th>{% for a in alignments %}<th class="group" colspan="4">{{ a }}</th>{% endfor %}
-<th class="group" colspan="2">by sequence</th><th></th></tr>
+<th class="group" colspan="3">by range</th><th class="group" colspan="2">by sequence</th><th></th></tr>
 <tr><th>variant</th><th>benchmark</th>{% for a in alignments %}<th class="num first">1 − Ω</th><th class="num">δ</th><th class="num">γ</th>
-<th class="num">B</th>{% endfor %}<th class="num first">B</th><th class="num">ΔR</th><th class="num">n samples</th></tr></thead>
+<th class="num">B</th>{% endfor %}<th class="num first">features</th><th class="num">head</th><th class="num">sum</th><th class="num first">B</th>
+<th class="num">ΔR</th><th class="num">n samples</th></tr></thead>
 {% for group in rows | groupby("order") %}<tbody class="group">{% for r in group.list %}<tr>{{ names(r) }}
 {% for a in r.aligned %}<td class="num first">{{ a.drift }}</td><td class="num">{{ a.delta }}</td><td class="num">{{ a.gamma }}</td>
-<td class="num">{{ a.bound }}</td>{% endfor %}<td class="num first">{{ r.bound_sequence }}</td><td class="num">{{ r.gap_sequence }}</td>
+<td class="num">{{ a.bound }}</td>{% endfor %}{% for value in r.range %}<td class="num{{ ' first' if loop.first }}">{{ value }}</td>{% endfor %}
+<td class="num first">{{ r.bound_sequence }}</td><td class="num">{{ r.gap_sequence }}</td>
 <td class="num">{{ r.samples }}</td></tr>
 {% endfor %}</tbody>
 {% endfor %}</table>{% endcall %}

@@ -22,7 +22,7 @@ PERCENTILES = (10, 25, 50)
 @dataclass(frozen=True, kw_only=True)
 class OutputPair:
     """Per token, float32 [n]: cosine of the distributions, KL(target || proxy) in nats, cross-entropies, top probabilities, whether the
-    most likely token is the right one, and whether both models name the same token."""
+    most likely token is the right one, whether both models name the same token, and the two terms of the range bound (see `bound.RangeBound`)."""
 
     cosine: torch.Tensor
     kl: torch.Tensor
@@ -33,10 +33,24 @@ class OutputPair:
     correct_target: torch.Tensor
     correct_proxy: torch.Tensor
     same_token: torch.Tensor
+    feature_range: torch.Tensor
+    head_range: torch.Tensor
 
 
-def compare_outputs(logits_target: torch.Tensor, logits_proxy: torch.Tensor, targets: torch.Tensor) -> OutputPair:
-    """Readings of one chunk of tokens. logits_*: float32 [n, V], the first is overwritten; targets: int64 [n]."""
+def spread(difference: torch.Tensor) -> torch.Tensor:
+    """Largest minus smallest entry of each row [n, V] -> [n]."""
+    low, high = difference.aminmax(dim=-1)
+    return high - low
+
+
+def compare_outputs(
+    logits_target: torch.Tensor, logits_proxy: torch.Tensor, targets: torch.Tensor, logits_mixed: torch.Tensor | None = None
+) -> OutputPair:
+    """Readings of one chunk of tokens. logits_*: float32 [n, V]; targets: int64 [n]; logits_mixed: of the target's head on the proxy's features, None
+    where the proxy kept the head."""
+    mixed = logits_proxy if logits_mixed is None else logits_mixed
+    feature_range = spread(logits_target - mixed)
+    head_range = torch.zeros_like(feature_range) if logits_mixed is None else spread(logits_mixed - logits_proxy)
     log_target = torch.log_softmax(logits_target, dim=-1)
     log_proxy = torch.log_softmax(logits_proxy, dim=-1)
     wanted = targets.unsqueeze(1)
@@ -57,6 +71,8 @@ def compare_outputs(logits_target: torch.Tensor, logits_proxy: torch.Tensor, tar
         correct_target=(best_target == targets).float(),
         correct_proxy=(best_proxy == targets).float(),
         same_token=(best_target == best_proxy).float(),
+        feature_range=feature_range,
+        head_range=head_range,
     )
 
 

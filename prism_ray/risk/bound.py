@@ -3,6 +3,14 @@
     delta = K_feat sqrt((rho_T - rho_P)^2 + 2 rho_T rho_P (1 - Omega_W)),   gamma = sqrt(2) sqrt(E |z_P (W H_T - H_P) + b_T - b_P|^2)
 
 Risks are mean cross-entropies in nats per scored token (`token`) or the mean over sequences of a sequence's mean (`sequence`).
+
+The *range bound* is a sharper inequality from the same proof. Along a change dv of the logits the loss moves by (p - e_y) . dv, which lies between
+min_j dv_j - dv_y and max_j dv_j - dv_y, so it never exceeds the range max dv - min dv. Hence, token by token,
+
+    |R_T - R_P| <= E range(H_T' (z_T - z_P)) + E range((H_T - H_P)' z_P + b_T - b_P),
+
+and each term is at most its counterpart: range(H' dz) <= K_feat |dz| and range(dv) <= sqrt(2) |dv|, the second by a factor that grows like sqrt(V / log V)
+where a head's rounding errors spread over the vocabulary. It has no scale and shape parts; it says how much of B the change really points at.
 """
 
 from __future__ import annotations
@@ -75,6 +83,19 @@ class Bound:
         """Fields and derived numbers, JSON-able."""
         derived = {"bound": self.value, "scale_term": self.scale_term, "shape_term": self.shape_term, "shares": self.shares}
         return asdict(self) | derived | {"dominant": self.dominant}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RangeBound:
+    """The range bound's two terms, nats a token: of the features and of the head."""
+
+    feature: float
+    head: float
+
+    @property
+    def value(self) -> float:
+        """Their sum, at most the identity bound's B."""
+        return self.feature + self.head
 
 
 def bounds(moments: PairMoments, head: HeadTerms, *, alignments: tuple[Alignment, ...] = ("identity", "nuclear")) -> dict[Alignment, Bound]:

@@ -21,6 +21,8 @@ ABLATION: dict[str, str] = {
     "delta_nuclear": "shape and scale, W = W_N",
     "bound_nuclear": "shape, scale and head, W = W_N",
     "bound_joint": "all, W optimized",
+    "bound_mixed": "shape and scale, W = I, and the head's range",
+    "bound_range": "range of the features' and of the head's logits",
 }
 """Column -> what it measures, in the order of the paper's Table 3."""
 

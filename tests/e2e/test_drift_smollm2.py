@@ -55,7 +55,8 @@ def test_the_bound_holds_on_every_cell_at_both_alignments_and_both_levels(result
         for bound in entry.bounds.values():
             assert abs(entry.delta_ce) <= bound.value, cell
         assert abs(entry.delta_ce_sequence) <= entry.sequence.value, cell
-        assert entry.kl <= entry.bound.value, cell
+        assert abs(entry.delta_ce) <= entry.tight.value <= entry.bound.value, cell
+        assert entry.kl <= entry.tight.value, cell
 
 
 @pytest.mark.parametrize("benchmark", ["quiz", "text"])

@@ -40,10 +40,10 @@ def chunked(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
 def test_the_chunk_changes_nothing(monkeypatch, tokens):
     made, (base, variant), heads, _ = case()
     chunked(monkeypatch, 10_000)
-    whole = output_pairs(base.hidden, variant.hidden, heads, made.targets)
+    whole = output_pairs(base.hidden, variant.hidden, heads, made.targets, kept=False)
     chunked(monkeypatch, tokens)
-    parts = output_pairs(base.hidden, variant.hidden, heads, made.targets)
-    for name in ("ce_target", "ce_proxy", "kl", "cosine", "confidence_proxy"):
+    parts = output_pairs(base.hidden, variant.hidden, heads, made.targets, kept=False)
+    for name in ("ce_target", "ce_proxy", "kl", "cosine", "confidence_proxy", "feature_range", "head_range"):
         torch.testing.assert_close(getattr(parts, name), getattr(whole, name), rtol=1e-6, atol=1e-6)
     assert torch.equal(parts.correct_proxy, whole.correct_proxy)
 

@@ -114,6 +114,9 @@ def test_the_bound_holds_in_every_cell_and_the_axes_are_where_the_change_is(resu
         for bound in entry.bounds.values():
             assert abs(entry.delta_ce) <= bound.value + 1e-12
         assert abs(entry.delta_ce_sequence) <= entry.sequence.value + 1e-12
+        assert abs(entry.delta_ce) <= entry.tight.value + 1e-12
+        assert entry.tight.feature <= entry.bound.delta * (1 + 1e-6)
+        assert entry.tight.head <= entry.bound.gamma * (1 + 1e-6)
         # KL(T || P) is the mean of the loss difference under T's own tokens, so the same inequality bounds it (field case DRF-04).
         assert entry.kl <= entry.bound.value + 1e-9
     assert results["fp4", "text"].bound.dominant == "shape"

@@ -146,3 +146,29 @@ def test_below_the_floor_nothing_is_claimed_and_identity_is_named():
     assert quiet.status == "within noise"
     assert "does not prove" in quiet.text
     assert judged(bound(), []).status == "identical"
+
+
+def test_the_range_terms_are_their_definition_and_bound_every_token():
+    generator = torch.Generator().manual_seed(4)
+    z_target, noise = torch.randn(50, 6, generator=generator), torch.randn(50, 6, generator=generator)
+    head_target, head_noise = torch.randn(6, 30, generator=generator), torch.randn(6, 30, generator=generator)
+    targets = torch.randint(0, 30, (50,), generator=generator)
+    z_proxy, head_proxy = z_target + 0.3 * noise, head_target + 0.2 * head_noise
+    found = compare_outputs(z_target @ head_target, z_proxy @ head_proxy, targets, z_proxy @ head_target)
+    feature, head = (z_target - z_proxy) @ head_target, z_proxy @ (head_target - head_proxy)
+    torch.testing.assert_close(found.feature_range, feature.max(1).values - feature.min(1).values, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found.head_range, head.max(1).values - head.min(1).values, rtol=1e-4, atol=1e-4)
+    assert ((found.ce_target - found.ce_proxy).abs() <= found.feature_range + found.head_range + 1e-5).all()
+    assert (found.kl <= found.feature_range + found.head_range + 1e-5).all()
+    assert (found.head_range <= math.sqrt(2) * head.norm(dim=1) + 1e-4).all()
+    kept = compare_outputs(z_target @ head_target, z_proxy @ head_target, targets)
+    assert not kept.head_range.any()
+    torch.testing.assert_close(kept.feature_range, found.feature_range, rtol=1e-4, atol=1e-4)
+
+
+def test_the_range_bound_is_attained():
+    """Two logits, the right one falls and the wrong one rises: the loss moves by almost the whole range."""
+    before, after = torch.tensor([[-50.0, 50.0]]), torch.tensor([[-53.0, 54.0]])
+    found = compare_outputs(before, after, torch.tensor([0]))
+    assert found.feature_range.item() == pytest.approx(7.0)
+    assert (found.ce_proxy - found.ce_target).item() == pytest.approx(7.0, rel=1e-6)
