@@ -40,6 +40,7 @@ def make_reading(variant, benchmark, **values):
     row = {"variant": variant, "benchmark": benchmark, "samples": 60, "tokens": 270, "delta_ce": 0.05, "delta_ce_se": 0.01}
     row |= {"rho_target": 8.0, "rho_proxy": 8.25, "omega": 0.94, "one_minus_omega": 0.06, "channel_one_minus_omega": 0.08}
     row |= {"delta": 3.0, "gamma": 1.0, "bound": 4.0, "bound_low": 3.8, "bound_high": 4.3, "bound_sequence": 3.9, "delta_ce_sequence": 0.04}
+    row |= {"feature_range": 1.2, "head_range": 0.3, "bound_range": 1.5}
     row |= {"k_feat": K_FEAT, "dominant": "shape", "status": "drifted", "agreement": 0.96, "kl": 0.037, "truncated": 0, "dropped": 0}
     row |= {"one_minus_omega_nuclear": 0.012, "delta_nuclear": 2.01, "gamma_nuclear": 5.98, "bound_nuclear": 7.99}
     row |= {"routing_flips": None, "floor_routing_flips": None}
@@ -515,7 +516,7 @@ def test_the_table_shows_the_numbers_of_the_table(few):
         "shape 70 %",
         "drifted fails",
     ]
-    assert other[2:] == ["0.0120", "2.01", "5.98", "7.99", "3.9", "+0.0400", "60"]
+    assert other[2:] == ["0.0120", "2.01", "5.98", "7.99", "1.2", "0.300", "1.5", "3.9", "+0.0400", "60"]
     assert floors[2:] == [
         "0.250 5.0 %",
         "1.0e-08 ± 5.0e-09 largest 2.0e-08",
