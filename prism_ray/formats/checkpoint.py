@@ -136,8 +136,10 @@ def read_config(folder: Path | str) -> dict[str, Any]:
 
 def read_quantized(folder: Path | str) -> tuple[FormatSpec, dict[str, QuantTensor], dict[str, torch.Tensor]]:
     """(format, quantized weights by Linear name, other tensors) of a compressed-tensors folder, memory-mapped. Experts are not fused."""
-    spec = convention.format_of_config(read_config(folder).get("quantization_config") or {}, str(folder))
+    config = read_config(folder).get("quantization_config") or {}
+    spec = convention.format_of_config(config, str(folder))
     tensors = dict(read_tensors(folder))
+    convention.require_ignored_plain(config, convention.module_names(tensors), str(folder))
     names = convention.module_names(tensors)
     quantized = {name: convention.from_checkpoint(name, tensors, spec) for name in names}
     parts = (convention.CODES, convention.SCALES, *((convention.DIVISOR,) if spec.has_tensor_scale else ()))

@@ -187,3 +187,20 @@ def format_of_config(config: Mapping[str, Any], where: str) -> FormatSpec:
 def module_names(tensors: Iterable[str]) -> list[str]:
     """Names of the quantized Linears among checkpoint tensor names."""
     return sorted(name.removesuffix(f".{CODES}") for name in tensors if name.endswith(f".{CODES}"))
+
+
+def require_ignored_plain(config: Mapping[str, Any], packed: Iterable[str], where: str) -> None:
+    """Raise CheckpointError when the config's ignore list names a module whose weight is packed (field case FMT-09): a loader that believes the config
+    would read codes as numbers, or keep random weights.
+
+    packed: `module_names`. Entries are exact names or, with the prefix `re:`, regular expressions that match from the start of a name.
+    """
+    for entry in config.get("ignore") or []:
+        pattern = re.compile(str(entry).removeprefix("re:") if str(entry).startswith("re:") else f"{re.escape(str(entry))}$")
+        for name in packed:
+            if pattern.match(name):
+                raise CheckpointError(
+                    f"the config's ignore list has '{entry}', but the files hold '{name}' packed",
+                    where=where,
+                    remedy="one of the two is wrong: write the checkpoint again, or mend quantization_config.ignore",
+                )

@@ -264,6 +264,27 @@ def test_fewer_experts_than_the_config_says_are_refused(tmp_path):
         load_quantized_model(path)
 
 
+@pytest.mark.parametrize("entry", ["model.layers.0.self_attn.q_proj", "re:.*q_proj$", "re:model[.]layers[.]0"])
+def test_an_ignore_list_that_names_a_packed_module_is_refused(folder, entry):
+    """Field case FMT-09: believed, the config would leave q_proj's codes to be read as something else."""
+    read_quantized(folder)
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"]["ignore"].append(entry)
+    path.write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"ignore list has '.*', but the files hold 'model\.layers\.0\."):
+        read_quantized(folder)
+
+
+@pytest.mark.parametrize("entry", ["layers.0.self_attn.q_proj", "model.layers.0.self_attn.q", "re:.*w_proj", "lm_head"])
+def test_an_ignore_entry_that_matches_no_packed_module_is_no_contradiction(folder, entry):
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"]["ignore"].append(entry)
+    path.write_text(json.dumps(config))
+    read_quantized(folder)
+
+
 def test_a_folder_that_is_no_quantized_model(tmp_path, folder):
     with pytest.raises(ModelError, match=r"no config\.json"):
         read_quantized(tmp_path)
