@@ -199,7 +199,7 @@ def test_a_checkpoint_that_the_package_compressed_is_read_and_written_back_byte_
     tensors["model.norm.weight"] = torch.ones(128)
     save_file(tensors, tmp_path / "model.safetensors")
     plan = make_plan(tiny_llama(), QuantPolicy(format=name))
-    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": convention.quantization_config(plan)}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "quantization_config": convention.quantization_config(plan)}))
 
     read_spec, quantized, plain = read_quantized(tmp_path)
     assert read_spec is spec and set(quantized) == set(dense) and set(plain) == {"model.norm.weight"}
