@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from pathlib import Path
 
 import pandas as pd
@@ -13,7 +14,7 @@ from peft import LoraConfig, get_peft_model
 
 from prism_ray.calibrate.quantize import quantize_to_folder
 from prism_ray.cli.main import run
-from prism_ray.core.errors import ConfigError, DataError, ModelError
+from prism_ray.core.errors import ConfigError, DataError, EnvironmentFault, ModelError
 from prism_ray.drift import data as plans
 from prism_ray.drift.config import DriftConfig
 from prism_ray.drift.reader import FeatureReader, layout
@@ -296,3 +297,17 @@ def test_an_empty_answer_and_one_sample(root, tmp_path):
 def test_bad_settings(root, options, expected):
     with pytest.raises(ConfigError, match=expected):
         config(root, "fp4", **options)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "fp4", "int8"])
+def test_bitsandbytes_variants_where_it_is_installed(root, kind):
+    pytest.importorskip("bitsandbytes")
+    found = run_drift(config(root, "fp4", variants=[f"bnb-{kind}:{root / 'base'}"], names=[kind]))
+    assert all(entry.verdict.status == "drifted" and entry.bound.gamma == 0.0 for entry in found)
+    assert all(abs(entry.delta_ce) <= entry.tight.value for entry in found)
+
+
+def test_bitsandbytes_is_asked_for_by_name_where_it_is_missing(root, monkeypatch):
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    with pytest.raises(EnvironmentFault, match=r"package 'bitsandbytes' is not installed; pip install 'prism-ray\[bitsandbytes\]'"):
+        open_variant(f"bnb-nf4:{root / 'base'}", base="", dtype=torch.float32)
