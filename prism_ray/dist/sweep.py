@@ -32,19 +32,11 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from prism_ray import __version__
 from prism_ray.core.errors import ConfigError, PrismError, ResourceError, SweepFailed
 from prism_ray.core.files import atomic_folder, require_disk, write_json
-from prism_ray.dist import cluster
+from prism_ray.dist import cluster, remote
 from prism_ray.dist.cluster import TRIAL_CPUS, check_feasible, unwrap, worker_bundle
 from prism_ray.dist.config import SweepConfig
 from prism_ray.dist.progress import ProgressLog
 from prism_ray.dist.trial import ADAPTER_FOLDER, FINAL, METRIC, RUNG, USER_ERROR, run_trial
-from prism_ray.formats.checkpoint import load_quantized_model
-from prism_ray.models.load import load_tokenizer
-from prism_ray.reports.html import write_report
-from prism_ray.reports.sweep import best_trial, gating, write_tables
-from prism_ray.training.base import base_manifest, prepare_base
-from prism_ray.training.config import TrainConfig
-from prism_ray.training.dataset import load_run_data
-from prism_ray.training.run import evaluate_checkpoint, merge_best
 
 CONFIG_FILE, BASE_FILE, LOG_FILE = "sweep.json", "base.json", "progress.log"
 KILLED = (
@@ -100,6 +92,10 @@ def run_sweep(config: SweepConfig, *, resume: bool = False, command: str = "") -
         write_json(folder / BASE_FILE, bases)
         # Last, so that a sweep that its input stopped has left nothing that would have to be resumed.
         write_json(folder / CONFIG_FILE, config.to_dict())
+    # Here and not at the top: a refused sweep should not wait for plotting packages.
+    from prism_ray.reports.html import write_report
+    from prism_ray.reports.sweep import best_trial, gating, write_tables
+
     log = ProgressLog(folder / LOG_FILE, config)
     log.line(f"sweep {config.name}: {config.trials} trials, {slots} at once" + (" (resumed)" if resume else ""))
     results = _tune(config, folder, slots, resume, log)
@@ -188,7 +184,7 @@ def _prepare(config: SweepConfig, folder: Path) -> dict[str, dict[str, Any]]:
     for name in config.space.format:
         print(f"preparing the {name} base of {config.train.model}", flush=True)
         bases[name] = _remote(
-            prepare_format,
+            remote.prepare_format,
             config,
             config.train.with_overrides({"format": name}).to_dict(),
             max(config.space.rank),
@@ -202,36 +198,6 @@ def _prepare(config: SweepConfig, folder: Path) -> dict[str, dict[str, Any]]:
         needed += max(entry["bytes"] for entry in bases.values())
     require_disk(folder, int(needed * 1.1), f"checkpoints of {config.trials} trials")
     return bases
-
-
-def prepare_format(data: dict[str, Any], rank: int, gpu: bool) -> dict[str, Any]:
-    """Base folder, fingerprints, sizes and metrics of one format; refuses a rank above the number of scale blocks."""
-    config = TrainConfig.load(data)
-    base = prepare_base(config.model, config.format)
-    import torch
-
-    from prism_ray.adapters.scale_qlora import ScaleQLoraConfig, ScaleQLoraModel
-    from prism_ray.adapters.scale_qlora.model import trainable_parameters
-
-    model = load_quantized_model(base, dtype=torch.bfloat16)
-    targets = config.adapter.target_modules
-    tuner = ScaleQLoraModel(
-        model, {"default": ScaleQLoraConfig(r=rank, target_modules=None if targets is None else list(targets))}, "default"
-    )
-    parameters = sum(value.numel() for value in trainable_parameters(tuner).values())
-    del tuner, model
-    manifest = base_manifest(base)
-    size = sum(path.stat().st_size for path in base.iterdir())
-    metrics = evaluate_checkpoint(config, base, device="cuda" if gpu else "cpu")
-    return {
-        "folder": str(base),
-        "code_plane": manifest["code_plane"],
-        "scale_plane": manifest["scale_plane"],
-        "bytes": size,
-        "parameters_per_rank": parameters // rank,
-        "notes": list(load_run_data(config, load_tokenizer(str(base))).notes),
-        "metrics": {key: value for key, value in metrics.items() if math.isfinite(value)},
-    }
 
 
 def _tune(config: SweepConfig, folder: Path, slots: int, resume: bool, log: ProgressLog) -> ray.tune.ResultGrid:
@@ -375,7 +341,7 @@ def _ship(config: SweepConfig, best: pd.Series, bases: dict[str, dict[str, Any]]
         }
         merged = folder / "best" / "merged"
         measured = _remote(
-            ship_merge,
+            remote.ship_merge,
             config,
             config.trial_config(point).to_dict(),
             bases[best["format"]]["folder"],
@@ -389,11 +355,6 @@ def _ship(config: SweepConfig, best: pd.Series, bases: dict[str, dict[str, Any]]
             flush=True,
         )
     return out
-
-
-def ship_merge(data: dict[str, Any], base: str, adapter: str, out: str, gpu: bool) -> dict[str, Any]:
-    """`merge_best` over plain values, for a remote task."""
-    return merge_best(TrainConfig.load(data), Path(base), Path(adapter), Path(out), device="cuda" if gpu else "cpu")
 
 
 def _states(trials: pd.DataFrame) -> str:

@@ -33,6 +33,40 @@ from tests.ray.conftest import ROOT, TINY, Sweep, run_sweep, sweep_command
 pytestmark = pytest.mark.ray
 
 
+ASK_ALL = """
+import contextlib, io, json, sys, traceback
+import ray
+from prism_ray.cli.main import run
+for line in sys.stdin:
+    case = json.loads(line)
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+        try:
+            code = run(["sweep", *case["arguments"]])
+        except BaseException:
+            code = -1
+            traceback.print_exc()
+        ray.shutdown()
+    print(json.dumps({"name": case["name"], "code": code, "output": out.getvalue()}), flush=True)
+"""
+
+
+def ask_all(head: LocalHead, cases: dict[str, list[str]]) -> dict[str, dict]:
+    """Sweep commands one after the other by the command's own entry point in one driver process, which saves the imports; {"code", "output"} by name."""
+    lines = [json.dumps({"name": name, "arguments": arguments}) for name, arguments in cases.items()]
+    done = subprocess.run(
+        [sys.executable, "-c", ASK_ALL],
+        input="\n".join(lines),
+        env=head.env,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    return {entry["name"]: entry for entry in (json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))}
+
+
 def job_status(head: LocalHead, submission: str) -> str:
     done = subprocess.run(
         [str(Path(sys.executable).parent / "ray"), "job", "status", submission],
@@ -89,6 +123,7 @@ def test_submitted_job_gives_tables_report_and_a_bit_exact_merge(head: LocalHead
 def test_nan_never_wins_and_too_few_good_trials_fail_the_job(head: LocalHead, tiny_model: str, tmp_path: Path):
     # A strength of 1e39 overflows float32, so the first update makes the factors NaN. (A huge learning rate does not: the scales are clamped.)
     options = [*TINY, f"train.model={tiny_model}", "train.backend=local", "space.rank=[2]", "space.strength=[0.0,1e39]"]
+    options += ["merge_best=false", "asha.enabled=false"]
     done = submit(head, "prism-half", *options, "required_good=2", "name=half", f"storage={tmp_path}")
     assert done.returncode != 0
     assert "FAILED" in job_status(head, "prism-half")
@@ -143,15 +178,14 @@ def evaluations(log: Path) -> list[str]:
     return [line for line in log.read_text().splitlines() if " step " in line and "ended" not in line] if log.is_file() else []
 
 
-LONG = ("space.rank=[2]", "train.steps=12", "scaling.concurrent=1", "asha.enabled=false")
+LONG = ("space.rank=[2]", "train.steps=12", "scaling.concurrent=1", "asha.enabled=false", "merge_best=false")
 
 
 @dataclass(frozen=True)
 class Interrupted:
     """A sweep of two trials whose driver was killed during the second: what was refused, what the resumed one gave, the log before and after."""
 
-    refused: Sweep
-    changed: Sweep
+    refusals: dict[str, dict]
     resumed: Sweep
     before: str
     after: str
@@ -170,17 +204,16 @@ def interrupted(head: LocalHead, tiny_model: str, tmp_path_factory: pytest.TempP
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     before = log.read_text()
-    refused = run_sweep(head, storage, "driver", *options)
-    changed = run_sweep(head, storage, "driver", "--resume", *options, "train.seed=7")
+    place = ["name=driver", f"storage={storage}"]
+    refusals = ask_all(head, {"without --resume": [*options, *place], "changed": ["--resume", *options, "train.seed=7", *place]})
     resumed = run_sweep(head, storage, "driver", "--resume", *options)
-    return Interrupted(refused, changed, resumed, before, log.read_text()[len(before) :])
+    return Interrupted(refusals, resumed, before, log.read_text()[len(before) :])
 
 
 def test_a_killed_driver_is_resumed_without_running_finished_trials_again(interrupted: Interrupted):
-    assert interrupted.refused.code == 2
-    assert "--resume" in interrupted.refused.output
-    assert interrupted.changed.code == 2
-    assert "'train' differs" in interrupted.changed.output
+    for name, words in (("without --resume", "--resume"), ("changed", "'train' differs")):
+        assert interrupted.refusals[name]["code"] == 2
+        assert words in interrupted.refusals[name]["output"]
     resumed = interrupted.resumed
     assert resumed.code == 0, resumed.output[-3000:]
     trials = resumed.trials.sort_values("lambda_")
@@ -255,45 +288,15 @@ BAD = {
 }  # fmt: skip
 
 
-ASK_ALL = """
-import contextlib, io, json, sys, traceback
-import ray
-from prism_ray.cli.main import run
-for line in sys.stdin:
-    case = json.loads(line)
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
-        try:
-            code = run(["sweep", *case["arguments"]])
-        except BaseException:
-            code = -1
-            traceback.print_exc()
-        ray.shutdown()
-    print(json.dumps({"name": case["name"], "code": code, "output": out.getvalue()}), flush=True)
-"""
-
-
 @pytest.fixture(scope="module")
 def refusals(head: LocalHead, tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dict]]:
-    """Every case of BAD run one after the other by the command's own entry point in one driver process, which saves the imports."""
+    """Every case of BAD, and the storage that they were to write to."""
     storage = tmp_path_factory.mktemp("bad")
-    lines = []
+    cases = {}
     for number, (case, (arguments, _)) in enumerate(BAD.items()):
         model = [] if "model" in case else [f"train.model={tiny_model}"]
-        shared = [*TINY, *model, "space.rank=[2]", "space.strength=[0.0]", *arguments, f"name=bad{number}", f"storage={storage}"]
-        lines.append(json.dumps({"name": case, "arguments": shared}))
-    done = subprocess.run(
-        [sys.executable, "-c", ASK_ALL],
-        input="\n".join(lines),
-        env=head.env,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=True,
-    )
-    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    return storage, {entry["name"]: entry for entry in found}
+        cases[case] = [*TINY, *model, "space.rank=[2]", "space.strength=[0.0]", *arguments, f"name=bad{number}", f"storage={storage}"]
+    return storage, ask_all(head, cases)
 
 
 @pytest.mark.parametrize("case", BAD)
