@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 import psutil
 
@@ -165,8 +166,23 @@ def local_head(*, num_cpus: float = 2) -> Iterator[LocalHead]:
         stop(head)
 
 
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Turn signals that end a process into SystemExit, so that what was started is stopped. SIGINT too: a shell starts background commands with it ignored."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def run_on_local_head(command: Sequence[str], *, num_cpus: float = 2) -> int:
-    """Run a command against a head of its own; returns the command's exit code."""
-    with local_head(num_cpus=num_cpus) as head:
+    """Run a command against a head of its own; returns the command's exit code. SIGINT, SIGTERM and SIGHUP end both, then this process."""
+    with _ended_by_signals(), local_head(num_cpus=num_cpus) as head:
         print(f"Ray head on {head.address}, dashboard {head.dashboard}", flush=True)
         return subprocess.run(list(command), env=head.env, check=False).returncode

@@ -73,7 +73,8 @@ def run_trial(values: dict[str, Any], sweep: dict[str, Any] | None = None) -> No
     try:
         trainer.fit()
     except Exception as error:
-        if "WorkerGroupStartupTimeout" not in f"{type(error).__name__} {error!r}":
+        # Train wraps it in a ControllerError.
+        if "WorkerGroupStartupTimeout" not in f"{error} {error!r} {getattr(error, 'controller_failure', None)!r}":
             raise
         raise ResourceError(
             f"{scaling.workers} worker(s) of {worker_bundle(scaling)} found no place within {scaling.pending_timeout_s} s; free now: {free_resources()}",

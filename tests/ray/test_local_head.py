@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -70,6 +72,26 @@ def test_the_exit_code_is_the_commands_and_no_process_stays(tmp_path: Path):
         if any(port in part for part in process.info["cmdline"] or ())
     ]
     assert not left
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_head_and_the_command_with_it(tmp_path: Path, number: signal.Signals):
+    """As a time limit or a closed terminal sends it; SIGINT as in a background shell, which starts commands with it ignored."""
+    note = tmp_path / "address"
+    script = f"import os, pathlib, time; pathlib.Path({str(note)!r}).write_text(os.environ['RAY_ADDRESS']); time.sleep(600)"
+    command = [sys.executable, "-m", "prism_ray.cli.main", "local", "--", sys.executable, "-c", script]
+    process = subprocess.Popen(["sh", "-c", "trap '' INT; exec \"$@\"", "sh", *command], stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while not (note.is_file() and note.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    port = note.read_text().rpartition(":")[2]
+    process.send_signal(number)
+    assert process.wait(timeout=60) == 128 + number
+    left = [
+        entry.info["cmdline"] for entry in psutil.process_iter(["cmdline"]) if any(port in part for part in entry.info["cmdline"] or ())
+    ]
+    assert not left
+    assert not any(str(note) in " ".join(entry.info["cmdline"] or ()) for entry in psutil.process_iter(["cmdline"]))
 
 
 def test_two_heads_live_side_by_side_and_one_survives_the_others_end(head: LocalHead):
