@@ -86,17 +86,14 @@ def submit(head: LocalHead, submission: str, *arguments: str) -> subprocess.Comp
 
 
 def test_submitted_job_gives_tables_report_and_a_bit_exact_merge(head: LocalHead, tiny_model: str, tmp_path: Path):
-    # Without ASHA: which of two trials it stops depends on which of them reports first.
-    options = [*TINY, f"train.model={tiny_model}", "space.rank=[2]", "space.strength=[0.0,0.5]", "asha.enabled=false"]
-    options += ["name=job", f"storage={tmp_path}"]
+    options = [*TINY, f"train.model={tiny_model}", "space.rank=[2]", "space.strength=[0.5]", "name=job", f"storage={tmp_path}"]
     done = submit(head, "prism-good", *options)
     assert done.returncode == 0, done.stdout[-3000:]
     assert "SUCCEEDED" in job_status(head, "prism-good")
     folder = tmp_path / "job"
     trials = pd.read_parquet(folder / "trials.parquet")
-    assert len(trials) == 2
-    assert set(trials["state"]) == {"good"}
-    assert sorted(trials["lambda_"]) == [0.0, 0.5]
+    assert trials["state"].tolist() == ["good"]
+    assert trials["lambda_"].tolist() == [0.5]
     pd.testing.assert_frame_equal(
         pd.read_csv(folder / "trials.csv")[["trial_id", "rank"]], trials[["trial_id", "rank"]].astype({"rank": "int64"}), check_dtype=False
     )
@@ -107,7 +104,7 @@ def test_submitted_job_gives_tables_report_and_a_bit_exact_merge(head: LocalHead
     page = (folder / "report.html").read_text()
     assert all(trial in page for trial in trials["trial_id"])
     # TensorBoard's event files come from Tune's own logger.
-    assert len(list((folder / "tune").rglob("events.out.tfevents.*"))) == 2
+    assert len(list((folder / "tune").rglob("events.out.tfevents.*"))) == 1
     # The merge: same codes as the base, on-grid scales, and the scales that the adapter's plane holds.
     base = json.loads((folder / "base.json").read_text())["nvfp4"]
     manifest = read_manifest(folder / "best" / "merged", KIND)
