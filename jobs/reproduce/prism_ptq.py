@@ -2,7 +2,7 @@
 
     python jobs/reproduce/prism_ptq.py OUT [--samples 512] [--sets gsm8k,bbq] [--variants nvfp4,int3-g64] [--joint]
 
-Goes set by set and keeps a finished set's rows in OUT/<set>.json, so that a run that was stopped goes on where it was. Prints the violations of the
+Goes by groups of variants and keeps a finished group's rows in OUT, so that a run that was stopped goes on where it was. Prints the violations of the
 bound (there must be none), the ablation of Table 3 with its intervals, and for each set the share of cells whose |dR| is below twice its
 standard error: ranks among those are ranks of noise.
 """
@@ -28,11 +28,22 @@ from prism_ray.models.load import load_model
 from prism_ray.risk.ranking import ABLATION, rank_variants
 from prism_ray.training.task import BenchmarkConfig
 
+GROUP = 8
+"""Variants of one pass: the base is read once a group."""
 
-def measure(base: str, names: Sequence[str], data: BenchmarkConfig, options: argparse.Namespace, out: Path) -> list[dict[str, Any]]:
-    """Rows of every variant on one set, from OUT where they are finished."""
-    path = out / f"{data.name}.json"
-    wanted = {"base": base, "variants": list(names), "samples": options.samples, "joint": options.joint}
+
+def measure(
+    base: str, names: Sequence[str], sets: Sequence[BenchmarkConfig], options: argparse.Namespace, out: Path
+) -> list[dict[str, Any]]:
+    """Rows of a group of variants on every set, from OUT where they are finished."""
+    wanted = {
+        "base": base,
+        "variants": list(names),
+        "samples": options.samples,
+        "sets": [data.name for data in sets],
+        "joint": options.joint,
+    }
+    path = out / f"rows-{names[0].replace('+', '_')}-{len(names)}.json"
     if path.is_file() and (stored := json.loads(path.read_text()))["run"] == wanted:
         rows: list[dict[str, Any]] = stored["rows"]
         return rows
@@ -40,15 +51,16 @@ def measure(base: str, names: Sequence[str], data: BenchmarkConfig, options: arg
         {
             "base": base,
             "variants": list(names),
-            "data": [data],
+            "data": list(sets),
             "dtype": "float32",
             "max_batch": 32,
             "max_batch_tokens": 4096,
+            "floor_samples": 8,
             "alignments": ["identity", "nuclear", *(["joint"] if options.joint else [])],
         }
     )
     model = load_model(base, dtype=torch.float32)
-    results = run_drift(config, opener=lambda name: variants.make(name, model), say=print)
+    results = run_drift(config, opener=lambda name: variants.make(name, model), say=lambda line: print(line, flush=True))
     rows = outcome.finite([result.row() for result in results])
     write_json(path, {"run": wanted, "rows": rows})
     return rows
@@ -66,8 +78,8 @@ def main() -> None:
     options = parser.parse_args()
     names = options.variants.split(",") if options.variants else list(variants.PTQ)
     sets = shared_data.write_sets(options.out / "data", options.samples, options.sets.split(",") if options.sets else None)
-    rows = [row for data in sets for row in measure(options.base, names, data, options, options.out)]
-    report(rows)
+    groups = [names[start : start + GROUP] for start in range(0, len(names), GROUP)]
+    report([row for group in groups for row in measure(options.base, group, sets, options, options.out)])
 
 
 def report(rows: list[dict[str, Any]]) -> None:
