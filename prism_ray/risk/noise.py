@@ -30,7 +30,7 @@ import torch
 
 from prism_ray.core.errors import ConfigError, DataError
 
-Verdict = Literal["rotation", "within noise", "undefined"]
+DirectionVerdict = Literal["rotation", "within noise", "undefined"]
 
 LEAST_ROWS = 4
 UNIT_ROUNDOFF = 2.0**-53
@@ -90,7 +90,7 @@ class DirectionTest:
     base: Separation
     own: Separation
     subspace_gain: float
-    verdict: Verdict
+    verdict: DirectionVerdict
 
     @property
     def floor(self) -> float:
@@ -288,7 +288,7 @@ def direction_test(
     zeros = [float(base_direction.norm()) <= zero_norm(*base_rows), float(own_direction.norm()) <= zero_norm(*variant_rows)]
     cosine = math.nan if any(zeros) else float(_cosines(base_direction[None], own_direction[None], 0.0))
     own_null = split_half_null(*variant_rows, splits=splits, seed=seed)
-    verdict: Verdict = "within noise"
+    verdict: DirectionVerdict = "within noise"
     if math.isnan(cosine) or math.isnan(own_null.call_below):
         verdict = "undefined"
     elif cosine < own_null.call_below:

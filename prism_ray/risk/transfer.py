@@ -43,7 +43,7 @@ from prism_ray.core.errors import DataError
 from prism_ray.risk.noise import (
     UNIT_ROUNDOFF,
     DirectionTest,
-    Verdict,
+    DirectionVerdict,
     class_rows,
     direction_test,
     half_memberships,
@@ -264,7 +264,7 @@ def variance_share(h: torch.Tensor, probe: Probe, direction: torch.Tensor) -> fl
     return float((carried * centred).sum()) / total if total > 0 else math.nan
 
 
-def transfer_kind(regression: Regression, auroc_change: float, auroc_change_se: float, verdict: Verdict) -> Kind:
+def transfer_kind(regression: Regression, auroc_change: float, auroc_change_se: float, verdict: DirectionVerdict) -> Kind:
     """The classification of the module docstring, from the numbers alone."""
     if verdict == "undefined" or math.isnan(regression.slope):
         return "undefined"

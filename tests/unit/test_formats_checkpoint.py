@@ -278,11 +278,12 @@ def test_an_ignore_list_that_names_a_packed_module_is_refused(folder, entry):
 
 @pytest.mark.parametrize("entry", ["layers.0.self_attn.q_proj", "model.layers.0.self_attn.q", "re:.*w_proj", "lm_head"])
 def test_an_ignore_entry_that_matches_no_packed_module_is_no_contradiction(folder, entry):
+    _, before, _ = read_quantized(folder)
     path = folder / "config.json"
     config = json.loads(path.read_text())
     config["quantization_config"]["ignore"].append(entry)
     path.write_text(json.dumps(config))
-    read_quantized(folder)
+    assert read_quantized(folder)[1].keys() == before.keys() != set()
 
 
 def test_a_folder_that_is_no_quantized_model(tmp_path, folder):
