@@ -305,4 +305,4 @@ def _classes(config: DriftConfig, benchmark: Benchmark, readings: Readings) -> t
     test = direction_test(base_a, base_b, variant_a, variant_b, splits=config.splits, seed=config.seed)
     if test.verdict == "undefined":
         return test, None
-    return test, transfer_test(base_a, base_b, variant_a, variant_b, splits=config.splits, seed=config.seed)
+    return test, transfer_test(base_a, base_b, variant_a, variant_b, seed=config.seed, rotation=test)

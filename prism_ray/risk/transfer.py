@@ -307,11 +307,13 @@ def transfer_test(
     direction: torch.Tensor | None = None,
     splits: int = 200,
     seed: int = 0,
+    rotation: DirectionTest | None = None,
 ) -> Transfer:
     """Fit a probe on half of the base's rows, read base and variant with it on the other half, and name what happened.
 
     base_a, variant_a: [n_a, d]; base_b, variant_b: [n_b, d]; row i of a variant block is the sample of row i of its base block. direction:
-    [d], the direction whose gain is asked, by default the probe's. splits: of the rotation test, which uses all rows. seed: of both kinds
+    [d], the direction whose gain is asked, by default the probe's. rotation: the direction test of these rows where it has been made already.
+    splits: of that test, which uses all rows. seed: of both kinds
     of halves. `DataError` below 4 rows a class, for shapes that differ, for NaN or Inf, for a zero direction, and where the base's class
     means are equal.
     """
@@ -341,7 +343,8 @@ def transfer_test(
     change, change_se = variant_estimate.value - base_estimate.value, auroc_change_se(x_a, x_b, y_a, y_b)
     recalibrated = float(probe.decision_values(fit[2]).mean() + probe.decision_values(fit[3]).mean()) / 2
     refit, refit_gain, refit_gain_se = _refit(fit[2:], held[2:], y_a, y_b)
-    rotation = direction_test(base_a, base_b, variant_a, variant_b, splits=splits, seed=seed)
+    if rotation is None:
+        rotation = direction_test(base_a, base_b, variant_a, variant_b, splits=splits, seed=seed)
     kind = transfer_kind(line, change, change_se, rotation.verdict)
     held_base, held_variant = torch.cat(held[:2]), torch.cat(held[2:])
     return Transfer(
