@@ -60,7 +60,8 @@ def measure(
         }
     )
     model = load_model(base, dtype=torch.float32)
-    results = run_drift(config, opener=lambda name: variants.make(name, model), say=lambda line: print(line, flush=True))
+    source = variants.gguf_source(base, out / "gguf")
+    results = run_drift(config, opener=lambda name: variants.make(name, model, source), say=lambda line: print(line, flush=True))
     rows = outcome.finite([result.row() for result in results])
     write_json(path, {"run": wanted, "rows": rows})
     return rows

