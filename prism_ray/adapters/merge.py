@@ -126,7 +126,7 @@ def merge_to_folder(
     size = sum((base_folder / file).stat().st_size for file in set(shard_map(base_folder).values()))
     require_disk(out, int(size * 1.05), "the merged checkpoint")
     with atomic_folder(out, replace=replace) as temporary:
-        _rewrite(base_folder, temporary, planes, spec.checkpoint_scale_dtype)
+        _rewrite(base_folder, temporary, planes)
         report = _measure(temporary, layers, adapter, quantized)
         if not report.max_abs_dw <= tolerance or not report.codes_identical:
             raise MergeLoss(
@@ -142,13 +142,13 @@ def merge_to_folder(
         }
         if (base_folder / MANIFEST_NAME).is_file():
             base = read_manifest(base_folder, KIND, verify=False)
-            fields |= {key: base[key] for key in ("packing", "scale_rule", "method", "kept") if key in base}
+            fields |= {key: base[key] for key in ("packing", "scale_rule", "method", "plan", "kept") if key in base}
             fields["base_scale_plane"] = base["scale_plane"]
         write_manifest(temporary, KIND, code_plane=report.code_plane, scale_plane=report.scale_plane, **fields)
     return report
 
 
-def _rewrite(base: Path, out: Path, planes: dict[str, torch.Tensor], scale_dtype: torch.dtype) -> None:
+def _rewrite(base: Path, out: Path, planes: dict[str, torch.Tensor]) -> None:
     """Copy a checkpoint folder, replacing the scale tensors of the layers in `planes`."""
     shards = set(shard_map(base).values())
     for path in sorted(base.iterdir()):
@@ -159,7 +159,7 @@ def _rewrite(base: Path, out: Path, planes: dict[str, torch.Tensor], scale_dtype
         for name, data in planes.items():
             key = f"{name}.{convention.SCALES}"
             if key in tensors:
-                tensors[key] = data.view(scale_dtype).contiguous()
+                tensors[key] = data.view(tensors[key].dtype).contiguous()
         save_file(tensors, out / shard, metadata=METADATA)
 
 

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from prism_ray.core.errors import ModelError
+from prism_ray.core.errors import FormatError, ModelError
 from prism_ray.core.progress import Progress
 from prism_ray.formats.checkpoint import install, save_quantized
-from prism_ray.formats.compressed_tensors import quantization_config
+from prism_ray.formats.config_groups import quantization_config
+from prism_ray.formats.fusion import fused_groups
 from prism_ray.formats.policy import QuantPlan, QuantPolicy, make_plan
 from prism_ray.formats.spec import FORMATS
 from prism_ray.formats.tensor import QuantTensor
@@ -39,13 +40,20 @@ def quantize_model(
     if _untie(model, plan):
         plan = make_plan(model, policy)  # the embedding is a tensor of its own now, and listed as one that stays
     reports: dict[str, QuantReport] = {}
+    groups = _shared_scales(plan)
+    shared: dict[tuple[str, ...], torch.Tensor] = {}
     bar = Progress(f"quantize {policy.format}", len(plan.entries)) if progress else None
     for done, entry in enumerate(plan.entries, start=1):
         parent = model.get_submodule(entry.name.rpartition(".")[0])
         current = getattr(parent, entry.name.rpartition(".")[2])
         linear = isinstance(current, nn.Linear)
         weight = current.weight if linear else current
-        tensor, reports[entry.name] = quantizer(weight.data, FORMATS[entry.format], scale_rule=policy.scale_rule, where=entry.name)
+        options: dict[str, Any] = {"scale_rule": policy.scale_rule, "where": entry.name}
+        if group := groups.get(entry.name):
+            if group not in shared:  # at the first member, while all of them are still there
+                shared[group] = _group_amax(model, group)
+            options["amax"] = shared[group]
+        tensor, reports[entry.name] = quantizer(weight.data, FORMATS[entry.format], **options)
         install(model, entry.name, tensor, weight.dtype, bias=current.bias.data if linear and current.bias is not None else None)
         if bar:
             bar.update(done)
@@ -53,6 +61,22 @@ def quantize_model(
         parameter.requires_grad_(False)
     model.config._experts_implementation = "eager"
     return plan, reports
+
+
+def _shared_scales(plan: QuantPlan) -> dict[str, tuple[str, ...]]:
+    """Weight name -> the group it is served in, for groups of several weights of one format with a tensor scale (field case FMT-05)."""
+    formats = {entry.name: entry.format for entry in plan.entries}
+    groups = [group for group in fused_groups(formats) if len(group) > 1 and len({formats[name] for name in group}) == 1]
+    return {name: group for group in groups for name in group if FORMATS[formats[name]].has_tensor_scale}
+
+
+def _group_amax(model: Any, group: tuple[str, ...]) -> torch.Tensor:
+    """The largest magnitude [] in the weights of a group, float32. Raises FormatError naming a weight that is not finite."""
+    found = {name: model.get_submodule(name).weight.data.abs().amax().to(torch.float32) for name in group}
+    for name, amax in found.items():
+        if not bool(torch.isfinite(amax)):
+            raise FormatError("weight holds NaN or infinity", where=name, remedy="repair the source checkpoint")
+    return torch.stack(list(found.values())).amax()
 
 
 def _untie(model: Any, plan: QuantPlan) -> bool:
@@ -76,7 +100,8 @@ def quantize_to_folder(
 ) -> dict[str, Any]:
     """Quantize `model` and write the checkpoint with its per-weight reports; returns the manifest.
 
-    What the writer would refuse (several formats, an existing folder without `replace`) is refused before the first weight is quantized.
+    What the writer would refuse (a group of projections in several formats, an existing folder without `replace`) is refused before the first weight is
+    quantized.
     """
     quantization_config(make_plan(model, policy))
     if Path(folder).exists() and not replace:

@@ -1,1 +1,1 @@
-"""FP4 formats, grids, packing, planes, checkpoint conventions."""
+"""Weight formats: code and scale grids, packing, planes, checkpoint conventions."""

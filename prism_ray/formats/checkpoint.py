@@ -18,15 +18,22 @@ from prism_ray.core.errors import CheckpointError, ModelError, one_line
 from prism_ray.core.files import atomic_folder, require_disk
 from prism_ray.core.manifest import MANIFEST_NAME, read_manifest, write_manifest
 from prism_ray.formats import compressed_tensors as convention
+from prism_ray.formats.config_groups import (
+    default_format,
+    format_of_config,
+    formats_of_modules,
+    narrowed,
+    quantization_config,
+    require_ignored_plain,
+)
 from prism_ray.formats.e2m1 import PACKING
 from prism_ray.formats.modules import FP4Experts, FP4Linear, QuantizedModule, planes
 from prism_ray.formats.policy import QuantPlan
-from prism_ray.formats.safetensors_io import INDEX_NAME, REWRITE, SINGLE_NAME, read_tensors, write_shard
-from prism_ray.formats.spec import FormatSpec
+from prism_ray.formats.safetensors_io import REWRITE, read_tensors, write_shards
+from prism_ray.formats.spec import FORMATS, FormatSpec
 from prism_ray.formats.tensor import QuantTensor, code_plane_fingerprint, scale_plane_fingerprint
 
 KIND = "quantized-model"
-SHARD_BYTES = 4 << 30
 
 
 def save_quantized(
@@ -40,7 +47,8 @@ def save_quantized(
 ) -> dict[str, Any]:
     """Write a quantized transformers model as a compressed-tensors folder; returns its manifest.
 
-    details: extra manifest fields (reports, source). Raises FileExistsError without `replace`, ResourceError when the disk is too small.
+    details: extra manifest fields (reports, source). Raises FileExistsError without `replace`, ResourceError when the disk is too small, CheckpointError with
+    the linter's first finding; the folder appears only without one.
     """
     quantized = planes(model)
     tensors: dict[str, torch.Tensor] = {}
@@ -49,7 +57,8 @@ def save_quantized(
     tensors |= _plain_tensors(model)
     total = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     require_disk(folder, int(total * 1.05), "the quantized checkpoint")
-    config = convention.quantization_config(plan)
+    config = quantization_config(plan)
+    spec = FORMATS[default_format(plan)]
     with atomic_folder(folder, replace=replace) as temporary:
         model.config.save_pretrained(temporary)  # type: ignore[union-attr, operator]
         if getattr(model, "generation_config", None) is not None:
@@ -57,17 +66,27 @@ def save_quantized(
         if tokenizer is not None:
             tokenizer.save_pretrained(temporary)
         _edit_config(temporary / "config.json", quantization_config=config)
-        _write_shards(temporary, tensors)
+        write_shards(temporary, tensors)
         fields = {
-            "format": plan.entries[0].format,
+            "format": spec.name,
             "packing": PACKING,
-            "scale_rule": plan.policy.scale_rule or convention.format_of_config(config, "").amax_rule,
+            "scale_rule": plan.policy.scale_rule or spec.amax_rule,
+            "plan": [{"tensor": entry.name, "shape": list(entry.shape), "format": entry.format} for entry in plan.entries],
             "code_plane": code_plane_fingerprint(quantized),
             "scale_plane": scale_plane_fingerprint(quantized),
             "kept": [{"tensor": name, "reason": reason, "bytes": size} for name, reason, size in plan.kept],
             **(details or {}),
         }
-        return write_manifest(temporary, KIND, **fields)
+        manifest = write_manifest(temporary, KIND, **fields)
+        from prism_ray.formats.lint import lint_checkpoint  # it reads folders through this module
+
+        if findings := lint_checkpoint(temporary):
+            raise CheckpointError(
+                f"the written checkpoint contradicts its plan ({len(findings)} finding(s)): {findings[0]}",
+                where=str(folder),
+                remedy="nothing was released; mend the model or the policy and write again",
+            )
+        return manifest
 
 
 def _plain_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -92,27 +111,6 @@ def _plain_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return out
 
 
-def _write_shards(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
-    shards: list[dict[str, torch.Tensor]] = [{}]
-    size = 0
-    for name in sorted(tensors):
-        bytes_ = tensors[name].numel() * tensors[name].element_size()
-        if shards[-1] and size + bytes_ > SHARD_BYTES:
-            shards.append({})
-            size = 0
-        shards[-1][name] = tensors[name]
-        size += bytes_
-    if len(shards) == 1:
-        write_shard(folder / SINGLE_NAME, shards[0])
-        return
-    names = [f"model-{position + 1:05d}-of-{len(shards):05d}.safetensors" for position in range(len(shards))]
-    for name, shard in zip(names, shards, strict=True):
-        write_shard(folder / name, shard)
-    weight_map = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
-    total = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-    (folder / INDEX_NAME).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2, sort_keys=True))
-
-
 def _edit_config(path: Path, **fields: Any) -> None:
     config = json.loads(path.read_text())
     path.write_text(json.dumps(config | fields, indent=2, sort_keys=True) + "\n")
@@ -135,16 +133,30 @@ def read_config(folder: Path | str) -> dict[str, Any]:
 
 
 def read_quantized(folder: Path | str) -> tuple[FormatSpec, dict[str, QuantTensor], dict[str, torch.Tensor]]:
-    """(format, quantized weights by Linear name, other tensors) of a compressed-tensors folder, memory-mapped. Experts are not fused."""
+    """(default format, quantized weights by Linear name, other tensors) of a compressed-tensors folder, memory-mapped. Experts are not fused.
+
+    Each weight has the format that its config group says, or the narrower one (int3 within int4) that a manifest of ours names for it.
+    """
     config = read_config(folder).get("quantization_config") or {}
-    spec = convention.format_of_config(config, str(folder))
+    default = format_of_config(config, str(folder))
     tensors = dict(read_tensors(folder))
-    convention.require_ignored_plain(config, convention.module_names(tensors), str(folder))
     names = convention.module_names(tensors)
-    quantized = {name: convention.from_checkpoint(name, tensors, spec) for name in names}
-    parts = (convention.CODES, convention.SCALES, *((convention.DIVISOR,) if spec.has_tensor_scale else ()))
-    used = {f"{name}.{part}" for name in names for part in parts}
-    return spec, quantized, {name: tensor for name, tensor in tensors.items() if name not in used}
+    require_ignored_plain(config, names, str(folder))
+    default, formats = _named_formats(folder, default, formats_of_modules(config, names, str(folder)))
+    quantized = {name: convention.from_checkpoint(name, tensors, formats[name]) for name in names}
+    used = {f"{name}.{part}" for name in names for part in convention.parts_of(formats[name])}
+    return default, quantized, {name: tensor for name, tensor in tensors.items() if name not in used}
+
+
+def _named_formats(folder: Path | str, default: FormatSpec, formats: dict[str, FormatSpec]) -> tuple[FormatSpec, dict[str, FormatSpec]]:
+    """The formats that the config says, made exact by the plan of a manifest of ours where the folder has one."""
+    if not (Path(folder) / MANIFEST_NAME).is_file():
+        return default, formats
+    manifest = read_manifest(folder, KIND, verify=False)
+    planned = {entry["tensor"]: entry["format"] for entry in manifest.get("plan", [])}
+    fused = convention.fused_names(formats)
+    named = {name: narrowed(spec, planned.get(fused[name], spec.name), name) for name, spec in formats.items()}
+    return narrowed(default, manifest.get("format", default.name), str(folder)), named
 
 
 def load_quantized_model(folder: Path | str, *, dtype: torch.dtype = torch.bfloat16, device: str = "cpu") -> Any:

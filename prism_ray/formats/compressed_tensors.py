@@ -1,4 +1,4 @@
-"""The compressed-tensors checkpoint convention (`nvfp4-pack-quantized`, `mxfp4-pack-quantized`), converted here and nowhere else.
+"""The tensors of the compressed-tensors convention (`nvfp4-pack-quantized`, `mxfp4-pack-quantized`, `pack-quantized`), converted here and nowhere else.
 
 For a Linear called N the checkpoint holds
 
@@ -8,27 +8,39 @@ For a Linear called N the checkpoint holds
 | N.weight_scale | float8_e4m3fn (NVFP4) or uint8 (MXFP4) [O, G] | scales, same bytes |
 | N.weight_global_scale | float32 [1], NVFP4 only: the *reciprocal*, 2688 / amax | tensor_scale = 1 / it; kept as `divisor` |
 
+and for the integer formats
+
+| tensor | dtype, shape | ours |
+|---|---|---|
+| N.weight_packed | int32 [O, I/8], code = value + 8, lowest nibble = first column | codes, same bytes (little-endian) |
+| N.weight_scale | bfloat16 [O, G] | scales, same bytes |
+| N.weight_shape | int64 [2]: O, I | checked, not kept |
+
 The convention of the scalar is fixed by this tensor name, never guessed from its size (field case FMT-02). Fused experts [E, O, I] are stored per
 expert under the names of the modules they were fused from, `experts.3.gate_proj` and `experts.3.up_proj` for the halves of `gate_up_proj`; both halves carry
-the same scalar, so fusing them again is exact. The package itself is not imported; tests check against it in both directions.
+the same scalar, so fusing them again is exact. Companions of conventions that are not read (`weight_zero_point`, `weight_g_idx`) are refused. The package itself is not imported; tests check against it in both directions.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import torch
 
 from prism_ray.core.errors import CheckpointError, FormatError
-from prism_ray.formats.policy import QuantPlan
-from prism_ray.formats.spec import FORMATS, FormatSpec
+from prism_ray.formats.config_groups import FUSED_PARTS, PACKED
+from prism_ray.formats.spec import FormatSpec
 from prism_ray.formats.tensor import QuantTensor
 
-CODES, SCALES, DIVISOR = "weight_packed", "weight_scale", "weight_global_scale"
-FUSED_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",), "up_proj": ("up_proj",)}
+CODES, SCALES, DIVISOR, SHAPE = "weight_packed", "weight_scale", "weight_global_scale", "weight_shape"
+REFUSED = {"weight_zero_point": "asymmetric codes", "weight_g_idx": "columns permuted by activation order"}
 _EXPERT = re.compile(r"^(?P<experts>.*\.experts)\.(?P<index>\d+)\.(?P<part>gate_proj|up_proj|down_proj)$")
+
+
+def parts_of(spec: FormatSpec) -> tuple[str, ...]:
+    """Names of the tensors that a quantized Linear has in a checkpoint, without the module's name."""
+    return (CODES, SCALES, *((DIVISOR,) if spec.has_tensor_scale else ()), *((SHAPE,) if spec.checkpoint_format == PACKED else ()))
 
 
 def to_checkpoint(name: str, tensor: QuantTensor) -> dict[str, torch.Tensor]:
@@ -55,7 +67,11 @@ def to_checkpoint(name: str, tensor: QuantTensor) -> dict[str, torch.Tensor]:
 
 
 def _linear_tensors(name: str, tensor: QuantTensor) -> dict[str, torch.Tensor]:
-    out = {f"{name}.{CODES}": tensor.codes, f"{name}.{SCALES}": tensor.scales.view(tensor.format.checkpoint_scale_dtype)}
+    spec = tensor.format
+    out = {f"{name}.{CODES}": tensor.codes, f"{name}.{SCALES}": _viewed(tensor.scales, spec.checkpoint_scale_dtype)}
+    if spec.checkpoint_format == PACKED:
+        out[f"{name}.{CODES}"] = _viewed(tensor.codes, torch.int32)
+        out[f"{name}.{SHAPE}"] = torch.tensor(tensor.shape, dtype=torch.int64)
     if tensor.format.has_tensor_scale:
         divisor = tensor.divisor if tensor.divisor is not None else 1.0 / tensor.tensor_scale
         if tensor.divisor is None and not torch.equal(1.0 / divisor, tensor.tensor_scale):
@@ -66,17 +82,29 @@ def _linear_tensors(name: str, tensor: QuantTensor) -> dict[str, torch.Tensor]:
     return out
 
 
+def _viewed(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Bytes as another dtype; rows of a slice may start at a byte that the wider dtype cannot be read from in place."""
+    data = data.contiguous()
+    return (data.clone() if data.storage_offset() % dtype.itemsize else data).view(dtype)
+
+
 def from_checkpoint(name: str, tensors: Mapping[str, torch.Tensor], spec: FormatSpec) -> QuantTensor:
-    """One Linear's QuantTensor from its checkpoint tensors, validated. Raises CheckpointError naming a missing or misshapen tensor."""
-    wanted = (CODES, SCALES, DIVISOR) if spec.has_tensor_scale else (CODES, SCALES)
-    for part in wanted:
+    """One Linear's QuantTensor from its checkpoint tensors, validated. Raises CheckpointError naming a missing, misshapen or surplus tensor."""
+    for part in parts_of(spec):
         if f"{name}.{part}" not in tensors:
             raise CheckpointError(f"tensor '{name}.{part}' is missing", where=name, remedy="the checkpoint is incomplete: write it again")
-    scales = tensors[f"{name}.{SCALES}"]
-    if scales.dtype != spec.checkpoint_scale_dtype:
-        raise CheckpointError(
-            f"'{name}.{SCALES}' has dtype {scales.dtype}, {spec.checkpoint_format} stores {spec.checkpoint_scale_dtype}", where=name
-        )
+    for part, meaning in REFUSED.items():
+        if f"{name}.{part}" in tensors:
+            raise CheckpointError(f"'{name}.{part}' means {meaning}, which cannot be read", where=name, remedy="quantize it without")
+    scales, codes = tensors[f"{name}.{SCALES}"], tensors[f"{name}.{CODES}"]
+    packed = torch.int32 if spec.checkpoint_format == PACKED else torch.uint8
+    for part, found, wanted in ((SCALES, scales.dtype, spec.checkpoint_scale_dtype), (CODES, codes.dtype, packed)):
+        if found != wanted:
+            raise CheckpointError(f"'{name}.{part}' has dtype {found}, {spec.checkpoint_format} stores {wanted}", where=name)
+    codes = codes.contiguous().view(torch.uint8)
+    shape = tensors.get(f"{name}.{SHAPE}")
+    if shape is not None and shape.tolist() != [codes.shape[0], codes.shape[-1] * 2]:
+        raise CheckpointError(f"'{name}.{SHAPE}' says {shape.tolist()}, the codes hold {[codes.shape[0], codes.shape[-1] * 2]}", where=name)
     divisor = tensors[f"{name}.{DIVISOR}"] if spec.has_tensor_scale else None
     if divisor is not None:
         if divisor.numel() != 1 or divisor.dtype != torch.float32:
@@ -86,9 +114,7 @@ def from_checkpoint(name: str, tensors: Mapping[str, torch.Tensor], spec: Format
         divisor = divisor.reshape(())
     scale = torch.ones((), dtype=torch.float32) if divisor is None else 1.0 / divisor
     try:
-        tensor = QuantTensor(
-            codes=tensors[f"{name}.{CODES}"], scales=scales.view(torch.uint8), tensor_scale=scale, format=spec, divisor=divisor
-        )
+        tensor = QuantTensor(codes=codes, scales=scales.contiguous().view(torch.uint8), tensor_scale=scale, format=spec, divisor=divisor)
     except FormatError as error:
         raise CheckpointError(error.what, where=name) from None
     tensor.validate(name)
@@ -120,6 +146,18 @@ def fuse_experts(linears: dict[str, QuantTensor]) -> dict[str, QuantTensor]:
     return out
 
 
+def fused_names(linears: Iterable[str]) -> dict[str, str]:
+    """Linear name -> the model's name of the weight it is a part of: for an expert's Linear the fused parameter, else the name itself."""
+    names = list(linears)
+    matches = {name: match for name in names if (match := _EXPERT.match(name))}
+    gated = {match["experts"] for match in matches.values() if match["part"] == "gate_proj"}
+    out = {name: name for name in names}
+    for name, match in matches.items():
+        gate_up = match["part"] != "down_proj" and match["experts"] in gated
+        out[name] = f"{match['experts']}.{'gate_up_proj' if gate_up else match['part']}"
+    return out
+
+
 def _stack(prefix: str, parameter: str, experts: dict[int, dict[str, QuantTensor]]) -> QuantTensor:
     pieces: list[list[QuantTensor]] = []
     for index in range(len(experts)):
@@ -135,6 +173,9 @@ def _stack(prefix: str, parameter: str, experts: dict[int, dict[str, QuantTensor
             )
         pieces.append(row)
     first = pieces[0][0]
+    formats = {piece.format.name for row in pieces for piece in row}
+    if len(formats) > 1:
+        raise CheckpointError(f"parts of '{parameter}' have formats {sorted(formats)}", where=prefix, remedy="quantize them as one weight")
     divisor = None if first.divisor is None else torch.stack([row[0].divisor for row in pieces if row[0].divisor is not None])
     return QuantTensor(
         codes=torch.stack([torch.cat([piece.codes for piece in row]) for row in pieces]),
@@ -145,62 +186,6 @@ def _stack(prefix: str, parameter: str, experts: dict[int, dict[str, QuantTensor
     )
 
 
-def quantization_config(plan: QuantPlan) -> dict[str, Any]:
-    """The `quantization_config` of config.json for a plan with one format; several formats raise FormatError."""
-    names = {entry.format for entry in plan.entries}
-    if len(names) != 1:
-        raise FormatError(
-            f"a compressed-tensors checkpoint holds one format here, the plan has {sorted(names)}", remedy="use one format per checkpoint"
-        )
-    spec = FORMATS[names.pop()]
-    weights = {
-        "num_bits": 4,
-        "type": "float",
-        "symmetric": True,
-        "dynamic": False,
-        "strategy": "tensor_group" if spec.has_tensor_scale else "group",
-        "group_size": spec.block,
-        "scale_dtype": str(spec.checkpoint_scale_dtype),
-        "observer": "memoryless_minmax",
-    }
-    return {
-        "quant_method": "compressed-tensors",
-        "format": spec.checkpoint_format,
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": {"targets": ["Linear"], "format": spec.checkpoint_format, "weights": weights}},
-        "ignore": plan.ignored_linears,
-    }
-
-
-def format_of_config(config: Mapping[str, Any], where: str) -> FormatSpec:
-    """The FormatSpec of a checkpoint's `quantization_config`; raises CheckpointError for a method or format that cannot be read."""
-    found = config.get("format")
-    for name in FORMATS:
-        if FORMATS[name].checkpoint_format == found and config.get("quant_method") == "compressed-tensors":
-            return FORMATS[name]
-    known = ", ".join(FORMATS[name].checkpoint_format for name in FORMATS)
-    raise CheckpointError(
-        f"quantization '{config.get('quant_method')}' format '{found}' cannot be read", where=where, remedy=f"readable: {known}"
-    )
-
-
 def module_names(tensors: Iterable[str]) -> list[str]:
     """Names of the quantized Linears among checkpoint tensor names."""
     return sorted(name.removesuffix(f".{CODES}") for name in tensors if name.endswith(f".{CODES}"))
-
-
-def require_ignored_plain(config: Mapping[str, Any], packed: Iterable[str], where: str) -> None:
-    """Raise CheckpointError when the config's ignore list names a module whose weight is packed (field case FMT-09): a loader that believes the config
-    would read codes as numbers, or keep random weights.
-
-    packed: `module_names`. Entries are exact names or, with the prefix `re:`, regular expressions that match from the start of a name.
-    """
-    for entry in config.get("ignore") or []:
-        pattern = re.compile(str(entry).removeprefix("re:") if str(entry).startswith("re:") else f"{re.escape(str(entry))}$")
-        for name in packed:
-            if pattern.match(name):
-                raise CheckpointError(
-                    f"the config's ignore list has '{entry}', but the files hold '{name}' packed",
-                    where=where,
-                    remedy="one of the two is wrong: write the checkpoint again, or mend quantization_config.ignore",
-                )

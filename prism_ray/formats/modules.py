@@ -74,7 +74,8 @@ class QuantizedModule(nn.Module):
     def dequantize(self, dtype: torch.dtype, scale: torch.Tensor | None = None) -> torch.Tensor:
         """The weight in `dtype`; scale: decoded float32 scales to use instead of the base plane's."""
         scale = self.format.grid.decode(self.scales) if scale is None else scale
-        return dequantize(self.code_bytes, scale, self.tensor_scale if self._factor is None else self._factor, dtype)
+        factor = self.tensor_scale if self._factor is None else self._factor
+        return dequantize(self.code_bytes, self.format.codes, scale, factor, dtype)
 
     def set_code_storage(self, storage: CodeStorage) -> None:
         """Hold the codes as a uint8 buffer or as a frozen bfloat16-typed parameter; the bytes stay the same."""
@@ -89,7 +90,7 @@ class QuantizedModule(nn.Module):
 
 
 class FP4Linear(QuantizedModule):
-    """y = x W' + bias with W [O, I] held as FP4 planes. Forward computes in the dtype of `x` (float32 or bfloat16)."""
+    """y = x W' + bias with W [O, I] held as planes of any registered format. Forward computes in the dtype of `x` (float32 or bfloat16)."""
 
     bias: torch.Tensor | None
 
@@ -120,7 +121,7 @@ class _FrozenLinear(torch.autograd.Function):
 
 
 class FP4Experts(QuantizedModule):
-    """A fused expert weight [E, O, I] as FP4 planes, indexable by expert.
+    """A fused expert weight [E, O, I] as planes, indexable by expert.
 
     Takes the place of the 3-D parameter of a transformers experts module, whose eager forward reads `self.gate_up_proj[expert]`: only the experts
     that a batch hits are dequantized, one at a time. `compute_dtype` is the dtype of the slices.

@@ -27,6 +27,7 @@ SINGLE_NAME = "model.safetensors"
 MAX_HEADER_BYTES = 100_000_000
 REWRITE = "copy or download it again"
 METADATA = {"format": "pt"}
+SHARD_BYTES = 4 << 30
 
 _DTYPE_BITS = {
     **dict.fromkeys(("C64", "F64", "I64", "U64"), 64),
@@ -155,3 +156,25 @@ def read_tensors(folder: Path | str) -> Iterator[tuple[str, torch.Tensor]]:
 def write_shard(path: Path | str, tensors: dict[str, torch.Tensor]) -> None:
     """Write one safetensors file with the metadata that transformers expects; contiguous tensors only."""
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, str(path), metadata=METADATA)
+
+
+def write_shards(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Write tensors in name order as shards of at most SHARD_BYTES with an index, or as one file where one is enough."""
+    shards: list[dict[str, torch.Tensor]] = [{}]
+    size = 0
+    for name in sorted(tensors):
+        bytes_ = tensors[name].numel() * tensors[name].element_size()
+        if shards[-1] and size + bytes_ > SHARD_BYTES:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensors[name]
+        size += bytes_
+    if len(shards) == 1:
+        write_shard(folder / SINGLE_NAME, shards[0])
+        return
+    names = [f"model-{position + 1:05d}-of-{len(shards):05d}.safetensors" for position in range(len(shards))]
+    for name, shard in zip(names, shards, strict=True):
+        write_shard(folder / name, shard)
+    weight_map = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+    total = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    (folder / INDEX_NAME).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2, sort_keys=True))

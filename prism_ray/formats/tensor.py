@@ -1,10 +1,12 @@
 """QuantTensor: one quantized weight, and the one place where codes and scales become a weight.
 
-Value = e2m1(code) * decode(scale) * tensor_scale, always in this multiply convention. Not a torch.Tensor subclass: an operation that does not
+Value = codes.decode(code) * grid.decode(scale) * tensor_scale, always in this multiply convention. Not a torch.Tensor subclass: an operation that does not
 know about planes fails loudly instead of computing on bytes.
 
-The product code * scale has at most six significant bits, so it is exact in bfloat16 and in float32; a weight is rounded exactly once, by the
-multiplication with the tensor scale. `dequantize(dtype=bfloat16)` therefore equals `dequantize(dtype=float32).to(bfloat16)` bit for bit.
+A weight is rounded exactly once. With E2M1 codes and one-byte scales the product code * scale has at most six significant bits, exact in bfloat16 and in
+float32, and the tensor scale rounds it. With integer codes and bfloat16 scales it has up to twelve; both factors are exact in bfloat16, torch multiplies
+bfloat16 numbers in float32 and rounds the result, and there is no tensor scale to round again (`FormatSpec` refuses the combination).
+`dequantize(dtype=bfloat16)` therefore equals `dequantize(dtype=float32).to(bfloat16)` bit for bit in every format.
 
 Legend: E experts (leading, optional), O rows, I columns, G = I / block scale blocks.
 """
@@ -19,18 +21,18 @@ import torch
 
 from prism_ray.core.digests import sha256_tensors
 from prism_ray.core.errors import FormatError
-from prism_ray.formats import e2m1
+from prism_ray.formats.codes import CodeGrid, require_legal_codes
 from prism_ray.formats.grids import require_legal
 from prism_ray.formats.spec import FormatSpec
 
 
 @dataclass(frozen=True, kw_only=True)
 class QuantTensor:
-    """codes uint8 [..., O, I/2]; scales uint8 [..., O, G]; tensor_scale float32 [] (or [E]); format.
+    """codes uint8 [..., O, I/2]; scales uint8 [..., O, G * grid.width]; tensor_scale float32 [] (or [E]); format.
 
     divisor: the reciprocal tensor scale as a checkpoint stored it (float32, shape of tensor_scale), kept so that writing what was read gives
     the same bytes: 1/(1/g) is not always g in float32. None where the tensor was not read from such a checkpoint.
-    Construction checks shapes and dtypes; `validate` also checks every scale byte.
+    Construction checks shapes and dtypes; `validate` also checks every byte.
     """
 
     codes: torch.Tensor
@@ -44,7 +46,7 @@ class QuantTensor:
             raise FormatError(
                 f"planes must be uint8, uint8 and float32, got {self.codes.dtype}, {self.scales.dtype}, {self.tensor_scale.dtype}"
             )
-        expected = (*self.codes.shape[:-1], self.format.blocks(self.codes.shape[-1] * 2))
+        expected = (*self.codes.shape[:-1], self.format.blocks(self.codes.shape[-1] * 2) * self.format.grid.width)
         if tuple(self.scales.shape) != expected:
             raise FormatError(f"scales have shape {list(self.scales.shape)}, codes {list(self.codes.shape)} need {list(expected)}")
         if tuple(self.tensor_scale.shape) != tuple(self.codes.shape[:-2]):
@@ -56,14 +58,15 @@ class QuantTensor:
         return (*self.codes.shape[:-1], self.codes.shape[-1] * 2)
 
     def validate(self, where: str = "") -> None:
-        """Raise FormatError at the first illegal scale byte or non-finite tensor scale; `where` names the tensor."""
+        """Raise FormatError at the first illegal scale, illegal code or non-finite tensor scale; `where` names the tensor."""
         require_legal(self.format.grid, self.scales, where)
+        require_legal_codes(self.format.codes, self.codes, where)
         if not bool(torch.isfinite(self.tensor_scale).all()) or bool((self.tensor_scale <= 0).any()):
             raise FormatError("tensor scale is not a positive finite number", where=where, remedy="quantize it again")
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The weight [..., O, I] in float32 or bfloat16, rounded once."""
-        return dequantize(self.codes, self.format.grid.decode(self.scales), self.tensor_scale, dtype)
+        return dequantize(self.codes, self.format.codes, self.format.grid.decode(self.scales), self.tensor_scale, dtype)
 
     def with_scales(self, scales: torch.Tensor) -> QuantTensor:
         """The same codes under another scale plane."""
@@ -81,28 +84,30 @@ class QuantTensor:
         )
 
 
-@lru_cache(maxsize=8)
-def _pair_table(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+@lru_cache(maxsize=32)
+def _pair_table(grid: CodeGrid, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """256 entries: the two values of a code byte side by side, viewed as one integer so that one gather moves both."""
     codes = torch.arange(256, dtype=torch.uint8)
-    values = torch.stack([e2m1.decode(codes & 15), e2m1.decode(codes >> 4)], dim=-1).to(dtype).contiguous()
+    values = torch.stack([grid.decode(codes & 15), grid.decode(codes >> 4)], dim=-1).to(dtype).contiguous()
     return values.view(torch.int32 if dtype == torch.bfloat16 else torch.int64).reshape(-1).to(device)
 
 
-def unscaled(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """E2M1 values [..., I] of packed codes [..., I/2] in float32 or bfloat16 (both exact)."""
+def unscaled(codes: torch.Tensor, grid: CodeGrid, dtype: torch.dtype) -> torch.Tensor:
+    """Values [..., I] of packed codes [..., I/2] in float32 or bfloat16 (both exact)."""
     if dtype not in (torch.float32, torch.bfloat16):
         raise FormatError(
             f"weights are dequantized to float32 or bfloat16, not {dtype}", remedy="float16 cannot hold every NVFP4 scale times code"
         )
-    table = _pair_table(dtype, codes.device)
+    table = _pair_table(grid, dtype, codes.device)
     flat = table.index_select(0, codes.reshape(-1).int())
     return flat.view(dtype).reshape(*codes.shape[:-1], codes.shape[-1] * 2)
 
 
-def dequantize(codes: torch.Tensor, scale: torch.Tensor, tensor_scale: torch.Tensor | float, dtype: torch.dtype) -> torch.Tensor:
+def dequantize(
+    codes: torch.Tensor, grid: CodeGrid, scale: torch.Tensor, tensor_scale: torch.Tensor | float, dtype: torch.dtype
+) -> torch.Tensor:
     """Weight [..., O, I] from packed codes [..., O, I/2], decoded scales float32 [..., O, G] and the tensor scale."""
-    return apply_scales(unscaled(codes, dtype), scale, tensor_scale)
+    return apply_scales(unscaled(codes, grid, dtype), scale, tensor_scale)
 
 
 def apply_scales(weight: torch.Tensor, scale: torch.Tensor, tensor_scale: torch.Tensor | float) -> torch.Tensor:

@@ -19,7 +19,7 @@ from prism_ray.calibrate.quantize import quantize_to_folder
 from prism_ray.core.errors import GridMismatch
 from prism_ray.core.manifest import MANIFEST_NAME
 from prism_ray.formats.checkpoint import KIND, read_config
-from prism_ray.formats.compressed_tensors import format_of_config
+from prism_ray.formats.config_groups import format_of_config
 from prism_ray.formats.policy import QuantPolicy
 from prism_ray.formats.spec import FORMATS
 from prism_ray.models.load import load_model, load_tokenizer

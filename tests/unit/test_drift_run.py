@@ -142,9 +142,10 @@ def test_other_batch_sizes_change_nothing_beyond_the_floor(root, results):
     reference = results["fp4", "text"]
     for size in (1, 2, 16):
         other = next(entry for entry in run_drift(config(root, "fp4", max_batch=size)) if entry.benchmark == "text")
-        assert other.bound.one_minus_omega == pytest.approx(
-            reference.bound.one_minus_omega, abs=10 * reference.axes["shape"].floor_largest + 1e-9
-        )
+        # Noise of relative size e in the features makes a floor of e^2 / 2, and moves a mismatch v by up to sqrt(2 v) e: twice the root of floor times v.
+        shape = reference.axes["shape"]
+        moved = 2 * (shape.floor_largest * reference.bound.one_minus_omega) ** 0.5
+        assert other.bound.one_minus_omega == pytest.approx(reference.bound.one_minus_omega, abs=moved + 1e-9)
         assert other.delta_ce == pytest.approx(reference.delta_ce, abs=1e-5)
         assert (other.samples, other.tokens) == (reference.samples, reference.tokens)
 

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qw
 from prism_ray.calibrate.quantize import quantize_model, quantize_to_folder
 from prism_ray.core.errors import CheckpointError, ModelError
 from prism_ray.core.manifest import read_manifest
-from prism_ray.formats import checkpoint
+from prism_ray.formats import safetensors_io
 from prism_ray.formats.checkpoint import KIND, load_quantized_model, read_quantized, save_quantized
 from prism_ray.formats.modules import planes, set_code_storage
 from prism_ray.formats.policy import DEFAULT_IGNORE, QuantPolicy
@@ -26,14 +26,19 @@ from prism_ray.formats.tensor import code_plane_fingerprint, scale_plane_fingerp
 from prism_ray.models.tiny import tiny_llama, tiny_qwen3_moe, tiny_tokenizer
 
 IDS = torch.tensor([[1, 5, 9, 40, 200, 7], [3, 3, 3, 250, 11, 0]])
-both = pytest.mark.parametrize("name", list(FORMATS))
+every = pytest.mark.parametrize("name", list(FORMATS))
 BUILDERS: dict[str, Callable] = {
-    "tied": lambda: tiny_llama(tie=True),
-    "untied": lambda: tiny_llama(tie=False),
-    "moe": tiny_qwen3_moe,
-    "bfloat16": lambda: in_bfloat16(tiny_llama()),
-    "moe-bfloat16": lambda: in_bfloat16(tiny_qwen3_moe()),
+    "tied": lambda: tiny_llama(hidden_size=128, tie=True),
+    "untied": lambda: tiny_llama(hidden_size=128, tie=False),
+    "moe": lambda: wide_moe(),
+    "bfloat16": lambda: in_bfloat16(tiny_llama(hidden_size=128)),
+    "moe-bfloat16": lambda: in_bfloat16(wide_moe()),
 }
+
+
+def wide_moe(seed: int = 0):
+    """128 columns everywhere, which every format divides."""
+    return tiny_qwen3_moe(seed, hidden_size=128, moe_intermediate_size=128)
 
 
 def in_bfloat16(model):
@@ -72,7 +77,7 @@ def edit(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> N
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-@both
+@every
 @pytest.mark.parametrize("kind", BUILDERS)
 def test_saved_and_loaded_logits_are_equal_to_the_bit(name, kind, tmp_path):
     model = BUILDERS[kind]()
@@ -83,15 +88,15 @@ def test_saved_and_loaded_logits_are_equal_to_the_bit(name, kind, tmp_path):
     assert torch.equal(logits(loaded), logits(model))
 
 
-@both
+@every
 def test_the_manifest_fingerprints_are_those_of_the_loaded_model(name, tmp_path):
-    path = quantized_folder(tmp_path / "q", name, tiny_qwen3_moe())
+    path = quantized_folder(tmp_path / "q", name, wide_moe())
     manifest = read_manifest(path, KIND)
     loaded = planes(load_quantized_model(path))
     assert manifest["code_plane"] == code_plane_fingerprint(loaded)
     assert manifest["scale_plane"] == scale_plane_fingerprint(loaded)
     assert (manifest["format"], manifest["scale_rule"]) == (name, FORMATS[name].amax_rule)
-    other = quantize_to_folder(tiny_qwen3_moe(seed=1), tiny_tokenizer(), QuantPolicy(format=name), tmp_path / "other")
+    other = quantize_to_folder(wide_moe(1), tiny_tokenizer(), QuantPolicy(format=name), tmp_path / "other")
     assert other["code_plane"] != manifest["code_plane"] and other["scale_plane"] != manifest["scale_plane"]
 
 
@@ -115,7 +120,7 @@ def test_codes_stored_as_parameters_are_written_as_the_same_bytes(build, tmp_pat
 @pytest.mark.parametrize("build", [tiny_llama, tiny_qwen3_moe])
 def test_several_shards_hold_the_same_model(build, tmp_path, monkeypatch):
     model = build(tie=False)
-    monkeypatch.setattr(checkpoint, "SHARD_BYTES", 60_000)
+    monkeypatch.setattr(safetensors_io, "SHARD_BYTES", 60_000)
     path = quantized_folder(tmp_path / "q", "nvfp4", model)
     shards = sorted(file.name for file in path.glob("model-*.safetensors"))
     assert len(shards) > 1 and shards[0] == f"model-00001-of-{len(shards):05d}.safetensors"

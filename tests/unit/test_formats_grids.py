@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from prism_ray.core.errors import FormatError, UnknownName
-from prism_ray.formats.grids import E4M3, E8M0, require_legal
+from prism_ray.formats.grids import BF16, E4M3, E8M0, require_legal
 from prism_ray.formats.spec import FORMATS
 
-GRIDS = [E4M3(), E8M0()]
+GRIDS = [E4M3(), E8M0(), BF16()]
 ALL_BYTES = torch.arange(256, dtype=torch.uint8)
+E2M1_MAX = 6.0
 by_name = pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: grid.name)
+
+
+def all_data(width: int) -> torch.Tensor:
+    """Every pattern of `width` bytes, one scale a row: [256^width, width]."""
+    return ALL_BYTES[:, None] if width == 1 else torch.cartesian_prod(ALL_BYTES, ALL_BYTES)
 
 
 def magnitudes() -> torch.Tensor:
@@ -43,16 +50,52 @@ def test_e8m0_decodes_every_byte_as_torch_does_and_exactly():
 
 @by_name
 def test_decode_keeps_the_shape(grid):
-    assert grid.decode(ALL_BYTES.reshape(2, 16, 8)).shape == (2, 16, 8)
+    assert grid.decode(ALL_BYTES.reshape(2, 16, 8)).shape == (2, 16, 8 // grid.width)
+    assert grid.illegal(ALL_BYTES.reshape(2, 16, 8)).shape == (2, 16, 8 // grid.width)
+    assert grid.encode(torch.ones(2, 3)).shape == (2, 3 * grid.width)
 
 
 @by_name
 def test_every_legal_scale_encodes_to_its_own_byte(grid):
-    legal = ALL_BYTES[~grid.illegal(ALL_BYTES)]
+    data = all_data(grid.width)
+    legal = data[~grid.illegal(data).squeeze(-1)]
     values = grid.decode(legal)
     assert (values >= 0).all() and values.isfinite().all()
     assert torch.equal(grid.encode(values), legal)
-    assert legal.numel() == {"e4m3": 127, "e8m0": 255}[grid.name]
+    assert len(legal) == {"e4m3": 127, "e8m0": 255, "bf16": 0x7F80}[grid.name]
+
+
+def test_bf16_encodes_to_the_nearest_value_ties_to_even_in_little_endian_bytes():
+    """Integer reference on the bit pattern of a float32: half a step is 0x8000, an exact half goes to the even upper half."""
+    x = torch.cat([magnitudes(), torch.tensor([1.0, 1 + 2.0**-8, 1 + 3 * 2.0**-8, 0.0, torch.finfo(torch.float32).max, math.inf])])
+    raw = x.view(torch.int32).to(torch.int64)
+    upper, lower = raw >> 16, raw & 0xFFFF
+    expected = (upper + ((lower > 0x8000) | ((lower == 0x8000) & (upper % 2 == 1))).to(torch.int64)).clamp(max=0x7F7F)
+    data = BF16().encode(x).reshape(-1, 2).to(torch.int64)
+    assert torch.equal(data[:, 0] + 256 * data[:, 1], expected)
+    assert BF16().encode(torch.tensor([1.0, 1 + 2.0**-8, 1 + 3 * 2.0**-8])).tolist() == [0x80, 0x3F, 0x80, 0x3F, 0x82, 0x3F]
+
+
+def test_bf16_reads_slices_at_any_byte_and_negative_or_non_finite_scales_are_illegal():
+    grid = BF16()
+    data = torch.cat([torch.zeros(1, dtype=torch.uint8), grid.encode(torch.tensor([0.5, 3.0]))])
+    assert grid.decode(data[1:]).tolist() == [0.5, 3.0]
+    bad = torch.tensor([-1.0, -0.0, math.inf, math.nan, 0.0, 2.0], dtype=torch.bfloat16).view(torch.uint8)
+    assert grid.illegal(bad).tolist() == [True, True, True, True, False, False]
+    with pytest.raises(FormatError, match=r"w: scale byte 0xBF80 at \[0, 0\] is not legal on grid bf16"):
+        require_legal(grid, bad[None], "w")
+
+
+def test_e8m0_has_no_rule_for_codes_of_another_largest():
+    with pytest.raises(FormatError, match=r"rules of grid e8m0 are those of E2M1 codes, whose largest is 6, not 7\.5"):
+        E8M0().encode_amax(torch.ones(2), "even", 7.5)
+
+
+@pytest.mark.parametrize("grid", [E4M3(), BF16()], ids=["e4m3", "bf16"])
+def test_nearest_maps_the_maximum_to_the_largest_code(grid):
+    amax = torch.tensor([7.5, 3.5, 6.0, 1.25])
+    for largest in (7.5, 3.5, 6.0):
+        assert torch.equal(grid.encode_amax(amax, "nearest", largest), grid.encode(amax / largest))
 
 
 def test_e4m3_encodes_to_the_nearest_value_ties_to_even():
@@ -102,11 +145,11 @@ def test_e4m3_subnormal_scales():
 def test_amax_rules(rule, expected):
     grid = E8M0()
     amax = torch.tensor([4.0, 6.0, 6.5, 7.0])
-    assert grid.decode(grid.encode_amax(amax, rule)).tolist() == expected
+    assert grid.decode(grid.encode_amax(amax, rule, E2M1_MAX)).tolist() == expected
     # A rule looks at the mantissa only: the same table holds a million binades up or down.
     for shift in (-100, 20, 100):
         scaled = torch.ldexp(amax, torch.tensor(shift))
-        assert grid.decode(grid.encode_amax(scaled, rule)).tolist() == [math.ldexp(value, shift) for value in expected]
+        assert grid.decode(grid.encode_amax(scaled, rule, E2M1_MAX)).tolist() == [math.ldexp(value, shift) for value in expected]
 
 
 @pytest.mark.parametrize("rule", ["floor", "even", "ceil"])
@@ -114,7 +157,7 @@ def test_amax_rules_equal_their_definitions(rule):
     """floor: floor(log2 a) - 2; even: one up from mantissa 1.75; ceil: the smallest e with a / 2^e <= 6; all exact in integers."""
     grid = E8M0()
     x = magnitudes()
-    for number, byte in zip(x.tolist(), grid.encode_amax(x, rule).tolist(), strict=True):
+    for number, byte in zip(x.tolist(), grid.encode_amax(x, rule, E2M1_MAX).tolist(), strict=True):
         mantissa, exponent = math.frexp(number)
         if rule == "ceil":
             expected = exponent - 3 if mantissa * 8 <= 6 else exponent - 2
@@ -127,7 +170,7 @@ def test_amax_rules_equal_their_definitions(rule):
 @pytest.mark.parametrize("rule", ["floor", "even", "ceil"])
 def test_amax_edges_never_give_byte_255(rule):
     largest = torch.finfo(torch.float32).max
-    data = E8M0().encode_amax(torch.tensor([0.0, 2.0**-130, 2.0**-149, largest, math.inf]), rule)
+    data = E8M0().encode_amax(torch.tensor([0.0, 2.0**-130, 2.0**-149, largest, math.inf]), rule, E2M1_MAX)
     # The largest float32 is just under 2^128: floor gives 2^125 (byte 252), the other two 2^126. Infinity would need byte 255: saturates.
     assert data.tolist() == [0, 0, 0, 252 if rule == "floor" else 253, 254]
 
@@ -142,7 +185,7 @@ def test_nan_gives_a_byte_that_is_refused(grid):
     data = grid.encode(torch.tensor([1.0, math.nan]))
     assert grid.illegal(data).tolist() == [False, True]
     for rule in grid.amax_rules:
-        assert grid.illegal(grid.encode_amax(torch.tensor([1.0, math.nan]), rule)).tolist() == [False, True]
+        assert grid.illegal(grid.encode_amax(torch.tensor([1.0, math.nan]), rule, E2M1_MAX)).tolist() == [False, True]
 
 
 @by_name
@@ -150,7 +193,7 @@ def test_no_number_encodes_to_an_illegal_byte(grid):
     x = torch.cat([magnitudes(), torch.tensor([0.0, math.inf])])
     assert not grid.illegal(grid.encode(x)).any()
     for rule in grid.amax_rules:
-        assert not grid.illegal(grid.encode_amax(x, rule)).any()
+        assert not grid.illegal(grid.encode_amax(x, rule, E2M1_MAX)).any()
 
 
 def test_illegal_bytes():
@@ -169,21 +212,33 @@ def test_require_legal_names_tensor_row_and_block():
 @by_name
 def test_an_unknown_rule_names_the_known_ones(grid):
     with pytest.raises(UnknownName, match=f"no scale rule 'round'.*{grid.amax_rules[0]}"):
-        grid.encode_amax(torch.ones(1), "round")
+        grid.encode_amax(torch.ones(1), "round", E2M1_MAX)
 
 
 @pytest.mark.parametrize("name", list(FORMATS))
 def test_specs_are_consistent_with_their_grids(name):
     spec = FORMATS[name]
     assert spec.name == name and spec.amax_rule in spec.grid.amax_rules
-    legal = spec.grid.decode(ALL_BYTES[~spec.grid.illegal(ALL_BYTES)])
+    data = all_data(spec.grid.width)
+    legal = spec.grid.decode(data[~spec.grid.illegal(data).squeeze(-1)])
     assert legal.max() == spec.grid.largest and legal[legal > 0].min() == spec.grid.smallest
 
 
 def test_a_column_count_that_does_not_divide_names_both_numbers_and_what_fits():
     with pytest.raises(FormatError, match=r"proj: 48 columns do not divide into mxfp4 blocks of 32; formats that fit: nvfp4"):
         FORMATS["mxfp4"].blocks(48, "proj")
-    with pytest.raises(FormatError, match="no FP4 format fits"):
+    with pytest.raises(FormatError, match="no format fits"):
         FORMATS["nvfp4"].blocks(40)
+    with pytest.raises(
+        FormatError,
+        match="x: 192 columns do not divide into int4-g128 blocks of 128; formats that fit: nvfp4, mxfp4, int4-g32, int4-g64, int3-g64",
+    ):
+        FORMATS["int4-g128"].blocks(192, "x")
     with pytest.raises(UnknownName, match="did you mean 'nvfp4'"):
         FORMATS["nvfp"]
+
+
+def test_a_tensor_scale_over_two_byte_scales_cannot_be_registered():
+    """Its product would be rounded twice in bfloat16."""
+    with pytest.raises(FormatError, match="int4-g64: a tensor scale"):
+        replace(FORMATS["int4-g64"], has_tensor_scale=True)

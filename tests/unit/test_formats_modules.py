@@ -23,8 +23,8 @@ def weight(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def modules(name: str) -> nn.ModuleDict:
-    linear, _ = rtn(weight(48, 64), FORMATS[name])
-    experts, _ = rtn(weight(3, 32, 64, seed=1) * torch.tensor([1.0, 10.0, 0.1])[:, None, None], FORMATS[name])
+    linear, _ = rtn(weight(48, 128), FORMATS[name])
+    experts, _ = rtn(weight(3, 32, 128, seed=1) * torch.tensor([1.0, 10.0, 0.1])[:, None, None], FORMATS[name])
     return nn.ModuleDict({"linear": FP4Linear(linear, weight(48, seed=2)), "experts": FP4Experts(experts, torch.float32)})
 
 
@@ -44,7 +44,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 @dtypes
 def test_a_linear_is_the_dense_product_with_the_dequantized_weight(name, dtype):
     module = modules(name)["linear"]
-    x = weight(2, 5, 64, seed=3).to(dtype)
+    x = weight(2, 5, 128, seed=3).to(dtype)
     expected = nn.functional.linear(x, module.quant_tensor().dequantize(dtype)) + module.bias.to(dtype)
     assert torch.equal(module(x), expected) and module(x).dtype == dtype
     module.bias = None
@@ -54,7 +54,7 @@ def test_a_linear_is_the_dense_product_with_the_dequantized_weight(name, dtype):
 @both
 @dtypes
 def test_an_expert_by_index_is_its_slice(name, dtype):
-    tensor, _ = rtn(weight(3, 32, 64), FORMATS[name])
+    tensor, _ = rtn(weight(3, 32, 128), FORMATS[name])
     module = FP4Experts(tensor, dtype)
     for expert in range(3):
         assert torch.equal(module[expert], tensor.dequantize(dtype)[expert])
@@ -112,11 +112,11 @@ def test_moving_to_the_meta_device_moves_every_plane(name):
 @both
 def test_code_storage_keeps_bytes_and_outputs(name):
     tree = modules(name)
-    x = weight(5, 64, seed=3)
+    x = weight(5, 128, seed=3)
     before, y, slices = state(tree), tree["linear"](x), tree["experts"][2]
     set_code_storage(tree, "parameter")
     stored = dict(tree.named_parameters())
-    assert stored["linear.codes"].shape == (48, 16) and stored["experts.codes"].shape == (3, 32, 16)
+    assert stored["linear.codes"].shape == (48, 32) and stored["experts.codes"].shape == (3, 32, 32)
     assert not any(stored[key].requires_grad or stored[key].dtype != torch.bfloat16 for key in ("linear.codes", "experts.codes"))
     assert torch.equal(tree["linear"](x), y) and torch.equal(tree["experts"][2], slices)
     clone = copy.deepcopy(tree)
@@ -150,8 +150,8 @@ def test_every_code_byte_pair_survives_as_a_parameter():
 def test_a_row_of_an_odd_number_of_code_bytes_cannot_be_a_parameter():
     # No registered format has such a row, as blocks are 16 or 32 columns; the check guards the next one.
     module = modules("nvfp4")["linear"]
-    module.codes = module.codes[:, :31]
-    with pytest.raises(FormatError, match="31 code bytes a row cannot be viewed as bfloat16"):
+    module.codes = module.codes[:, :63]
+    with pytest.raises(FormatError, match="63 code bytes a row cannot be viewed as bfloat16"):
         module.set_code_storage("parameter")
 
 
@@ -167,7 +167,7 @@ def test_planes_names_modules_by_path_and_views_their_storage(name):
 @both
 def test_no_gradient_reaches_planes_and_the_input_gradient_is_the_dense_one(name):
     module = modules(name)["linear"]
-    x = weight(5, 64, seed=3).requires_grad_()
+    x = weight(5, 128, seed=3).requires_grad_()
     module(x).square().sum().backward()
     dense = x.detach().clone().requires_grad_()
     (nn.functional.linear(dense, module.quant_tensor().dequantize()) + module.bias).square().sum().backward()
@@ -177,5 +177,5 @@ def test_no_gradient_reaches_planes_and_the_input_gradient_is_the_dense_one(name
 
 def test_the_representation_says_what_it_is():
     tree = modules("mxfp4")
-    assert repr(tree["linear"]) == "FP4Linear(in_features=64, out_features=48, format=mxfp4, bias=True)"
-    assert repr(tree["experts"]) == "FP4Experts(shape=[3, 32, 64], format=mxfp4)"
+    assert repr(tree["linear"]) == "FP4Linear(in_features=128, out_features=48, format=mxfp4, bias=True)"
+    assert repr(tree["experts"]) == "FP4Experts(shape=[3, 32, 128], format=mxfp4)"

@@ -108,7 +108,7 @@ def test_every_offending_layer_is_listed_with_columns_block_and_what_fits():
         make_plan(model, QuantPolicy(format="mxfp4"))
     text = str(raised.value)
     assert "2 layer(s) do not divide into blocks" in text
-    assert "b (200 columns, mxfp4 block 32; exclude the layer: no FP4 format fits)" in text
+    assert "b (200 columns, mxfp4 block 32; exclude the layer: no format fits)" in text
     assert "c (48 columns, mxfp4 block 32; formats that fit: nvfp4)" in text
     assert "a (" not in text and "d (" not in text
     assert "override their format or set keep_indivisible" in text and "\n" not in text

@@ -19,18 +19,18 @@ from prism_ray.adapters.scale_qlora import ScaleQLoraConfig, ScaleQLoraLinear
 from prism_ray.calibrate.quantize import quantize_to_folder
 from prism_ray.core.errors import FingerprintMismatch, FormatError, GridMismatch, MergeLoss, ModelError
 from prism_ray.core.manifest import read_manifest, verify_file
-from prism_ray.formats import checkpoint
+from prism_ray.formats import safetensors_io
 from prism_ray.formats.checkpoint import KIND, load_quantized_model, read_quantized
 from prism_ray.formats.modules import planes, set_code_storage
 from prism_ray.formats.policy import QuantPolicy
-from prism_ray.formats.spec import FORMATS
+from prism_ray.formats.spec import FP4_FORMATS
 from prism_ray.models.tiny import tiny_llama, tiny_qwen3_moe, tiny_tokenizer
 
 IDS = torch.tensor([[1, 5, 9, 40, 200, 7], [3, 3, 3, 250, 11, 0]])
 BUILD = {"llama": tiny_llama, "moe": tiny_qwen3_moe}
 
 
-@pytest.fixture(scope="module", params=[(name, kind) for name in FORMATS for kind in BUILD], ids="-".join)
+@pytest.fixture(scope="module", params=[(name, kind) for name in FP4_FORMATS for kind in BUILD], ids="-".join)
 def base(request, tmp_path_factory) -> Path:
     name, kind = request.param
     folder = tmp_path_factory.mktemp("base") / "model"
@@ -173,7 +173,7 @@ def test_the_named_adapter_is_merged_whichever_is_active_merged_or_disabled(llam
 
 
 def test_every_shard_is_rewritten(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint, "SHARD_BYTES", 60_000)
+    monkeypatch.setattr(safetensors_io, "SHARD_BYTES", 60_000)
     quantize_to_folder(tiny_llama(), tiny_tokenizer(), QuantPolicy(), tmp_path / "base")
     assert len(list((tmp_path / "base").glob("model-*.safetensors"))) > 1
     model = adapted(tmp_path / "base")

@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -14,18 +15,31 @@ from prism_ray.core.errors import FormatError, ModelError, UnknownName
 from prism_ray.core.manifest import read_manifest
 from prism_ray.formats.checkpoint import KIND, load_quantized_model, read_quantized
 from prism_ray.formats.modules import FP4Experts, FP4Linear, quantized_modules
-from prism_ray.formats.policy import QuantPolicy
+from prism_ray.formats.policy import DEFAULT_IGNORE, QuantPolicy
 from prism_ray.formats.spec import FORMATS
 from prism_ray.models.families import split_head
 from prism_ray.models.tiny import tiny_llama, tiny_qwen3_moe, tiny_tokenizer
 from prism_ray.quantizers.rtn import rtn
 
+WIDE = [
+    lambda: tiny_llama(hidden_size=128),
+    lambda: tiny_qwen3_moe(hidden_size=128, moe_intermediate_size=128),
+]  # 128 columns fit every format
 IDS = torch.tensor([[1, 5, 9, 40, 200, 7]])
-both = pytest.mark.parametrize("name", list(FORMATS))
+every = pytest.mark.parametrize("name", list(FORMATS))
+wide = pytest.mark.parametrize("build", WIDE, ids=["llama", "moe"])
+SERVED_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 def snapshot(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def group_amax(before: dict[str, torch.Tensor], name: str) -> torch.Tensor | None:
+    """The maximum over the weights that are served as one matrix with `name`."""
+    parent, _, leaf = name.rpartition(".")
+    members = next((group for group in SERVED_TOGETHER if leaf in group), ())
+    return torch.stack([before[f"{parent}.{other}.weight"].abs().amax() for other in members]).amax() if members else None
 
 
 @torch.no_grad()
@@ -33,8 +47,8 @@ def logits(model) -> torch.Tensor:
     return model(IDS).logits
 
 
-@both
-@pytest.mark.parametrize("build", [tiny_llama, tiny_qwen3_moe])
+@every
+@wide
 def test_every_plan_entry_becomes_planes_and_nothing_else_changes(name, build):
     model = build()
     before = snapshot(model)
@@ -46,7 +60,7 @@ def test_every_plan_entry_becomes_planes_and_nothing_else_changes(name, build):
         assert isinstance(module, FP4Experts if len(entry.shape) == 3 else FP4Linear)
         assert module.quant_tensor().shape == entry.shape and module.format.name == name
         original = before[entry.name if len(entry.shape) == 3 else f"{entry.name}.weight"]
-        expected, report = rtn(original, FORMATS[name])
+        expected, report = rtn(original, FORMATS[name], amax=group_amax(before, entry.name) if name == "nvfp4" else None)
         assert torch.equal(module.code_bytes, expected.codes) and torch.equal(module.scales, expected.scales)
         assert reports[entry.name] == report
     # No full-precision copy of a quantized weight is left, and all other tensors are the same bits.
@@ -58,8 +72,8 @@ def test_every_plan_entry_becomes_planes_and_nothing_else_changes(name, build):
     assert not any(parameter.requires_grad for parameter in model.parameters())
 
 
-@both
-@pytest.mark.parametrize("build", [tiny_llama, tiny_qwen3_moe])
+@every
+@wide
 def test_the_quantized_model_computes_with_the_dequantized_weights(name, build):
     """A twin whose dense weights are the dequantized ones gives the same logits, and other ones than the original."""
     model, twin = build(), build()
@@ -188,10 +202,69 @@ def test_the_folder_names_method_rule_source_reports_and_kept_tensors(tmp_path):
 def test_what_the_writer_would_refuse_is_refused_before_the_first_weight_is_quantized(tmp_path):
     """Hours of calibration followed by a failure at save is field case CAL-08."""
     model = tiny_llama()
-    with pytest.raises(FormatError, match="holds one format"):
-        quantize_to_folder(model, tiny_tokenizer(), QuantPolicy(overrides={"*.q_proj": "mxfp4"}), tmp_path / "q")
+    for policy in (QuantPolicy(overrides={"*.q_proj": "mxfp4"}), QuantPolicy(ignore=(*DEFAULT_IGNORE, "*.layers.1.mlp.up_proj"))):
+        with pytest.raises(FormatError, match="served as one matrix have different formats"):
+            quantize_to_folder(model, tiny_tokenizer(), policy, tmp_path / "q")
     assert not list(quantized_modules(model)) and not (tmp_path / "q").exists()
     (tmp_path / "q").mkdir()
     with pytest.raises(FileExistsError):
         quantize_to_folder(model, tiny_tokenizer(), QuantPolicy(), tmp_path / "q")
     assert not list(quantized_modules(model))
+
+
+# FMT-05: gate amax 0.5, up amax 1.0; q/k/v amax 1.0/0.7/0.2
+AMAX = {"gate_proj": 0.5, "up_proj": 1.0, "q_proj": 1.0, "k_proj": 0.7, "v_proj": 0.2}
+
+
+def test_fmt05_weights_that_are_served_as_one_share_one_global_scale_and_keep_their_precision(tmp_path):
+    model = tiny_llama()
+    original = {}
+    with torch.no_grad():
+        for name, module in model.named_modules():
+            if (amax := AMAX.get(name.rpartition(".")[2])) is not None:
+                module.weight.mul_(amax / module.weight.abs().max())
+                original[name] = module.weight.detach().clone()
+    quantize_to_folder(model, tiny_tokenizer(), QuantPolicy(), tmp_path / "q")
+    stored = load_file(tmp_path / "q" / "model.safetensors")
+    for layer in ("model.layers.0", "model.layers.1"):
+        for parent, members in (("self_attn", SERVED_TOGETHER[0]), ("mlp", SERVED_TOGETHER[1])):
+            scales = {stored[f"{layer}.{parent}.{leaf}.weight_global_scale"].item() for leaf in members}
+            # 2688 / 1.0; the maximum was scaled in float32, so it may be a few units off.
+            assert len(scales) == 1 and scales.pop() == pytest.approx(2688.0, rel=2**-22)
+        other = {stored[f"{layer}.{name}.weight_global_scale"].item() for name in ("self_attn.o_proj", "mlp.down_proj")}
+        assert len(other) == 2 and 2688.0 not in other
+    _, quantized, _ = read_quantized(tmp_path / "q")
+    for name, weight in original.items():
+        blocks = weight.reshape(-1, 16)
+        amax = blocks.abs().amax(-1, keepdim=True)
+        error = (quantized[name].dequantize() - weight).reshape(-1, 16).abs()
+        # The stored scale is amax / 6 within 2^-4 (three mantissa bits, normal numbers: amax is above 2^-6 * 6 / 2688 here). Half the largest gap of
+        # E2M1 is one scale; a maximum above six scales is clipped by at most 2^-4 of itself.
+        assert (amax > 2.0**-6 * 6 / 2688).all()
+        assert (error <= amax / 6 * (1 + 2.0**-4) * (1 + 2.0**-20)).all(), name
+        # Equalising costs no more than E4M3's rounding: block scales of either are within 2^-4 of the same number, so the errors' norms are close.
+        alone = (rtn(weight, FORMATS["nvfp4"])[0].dequantize() - weight).norm()
+        assert error.norm() <= alone * (1 + 2.0**-4)
+
+
+def test_fmt05_a_group_with_a_weight_that_is_not_finite_names_it():
+    model = tiny_llama()
+    with torch.no_grad():
+        model.model.layers[0].self_attn.v_proj.weight[0, 3] = float("nan")
+    with pytest.raises(FormatError, match=r"model\.layers\.0\.self_attn\.v_proj: weight holds NaN or infinity"):
+        quantize_model(model, QuantPolicy())
+
+
+def test_int3_keeps_its_name_through_a_checkpoint_of_int4_codes(tmp_path):
+    model = tiny_llama(hidden_size=128)
+    manifest = quantize_to_folder(model, tiny_tokenizer(), QuantPolicy(format="int3-g64"), tmp_path / "q")
+    assert manifest["format"] == "int3-g64" and {entry["format"] for entry in manifest["plan"]} == {"int3-g64"}
+    config = json.loads((tmp_path / "q" / "config.json").read_text())["quantization_config"]
+    weights = config["config_groups"]["group_0"]["weights"]
+    assert (config["format"], weights["num_bits"], weights["group_size"]) == ("pack-quantized", 4, 64)
+    spec, quantized, _ = read_quantized(tmp_path / "q")
+    assert spec.name == "int3-g64" and {tensor.format.name for tensor in quantized.values()} == {"int3-g64"}
+    assert torch.equal(logits(load_quantized_model(tmp_path / "q", dtype=torch.float32)), logits(model))
+    (tmp_path / "q" / "manifest.json").unlink()
+    spec, quantized, _ = read_quantized(tmp_path / "q")
+    assert spec.name == "int4-g64" and {tensor.format.name for tensor in quantized.values()} == {"int4-g64"}

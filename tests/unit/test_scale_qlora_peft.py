@@ -20,11 +20,11 @@ from prism_ray.calibrate.quantize import quantize_model
 from prism_ray.core.errors import ConfigError, FormatError, GridMismatch, ModelError
 from prism_ray.formats.modules import FP4Linear, planes, quantized_modules, set_code_storage
 from prism_ray.formats.policy import DEFAULT_IGNORE, QuantPolicy
-from prism_ray.formats.spec import FORMATS
+from prism_ray.formats.spec import FORMATS, FP4_FORMATS
 from prism_ray.models.tiny import tiny_llama, tiny_qwen3_moe
 
 IDS = torch.tensor([[1, 5, 9, 40, 200, 7], [3, 3, 3, 250, 11, 0]])
-both = pytest.mark.parametrize("name", list(FORMATS))
+both = pytest.mark.parametrize("name", FP4_FORMATS)
 QUANTIZED: dict[str, nn.Module] = {}
 
 
@@ -242,6 +242,19 @@ def test_an_adapter_of_the_other_grid_is_refused_and_the_model_left_alone(tmp_pa
     expected = logits(model)
     with pytest.raises(GridMismatch, match=r"q_proj: adapter was trained on grid e4m3, this weight has e8m0 scales") as raised:
         PeftModel.from_pretrained(model, tmp_path)
+    assert "\n" not in str(raised.value)
+    assert not any(isinstance(module, ScaleQLoraLinear) for module in model.modules())
+    assert torch.equal(logits(model), expected)
+
+
+def test_an_integer_format_is_refused_by_name_and_the_model_left_alone():
+    model = tiny_llama()
+    quantize_model(model, QuantPolicy(format="int4-g64"))
+    expected = logits(model)
+    with pytest.raises(
+        GridMismatch, match=r"q_proj: scale adapters are for FP4 formats, this weight is int4-g64; quantize the base"
+    ) as raised:
+        get_peft_model(model, ScaleQLoraConfig(r=1))
     assert "\n" not in str(raised.value)
     assert not any(isinstance(module, ScaleQLoraLinear) for module in model.modules())
     assert torch.equal(logits(model), expected)

@@ -17,7 +17,7 @@ from prism_ray.calibrate.quantize import quantize_model
 from prism_ray.core.errors import CheckpointError
 from prism_ray.core.manifest import MANIFEST_NAME, read_manifest
 from prism_ray.formats.policy import QuantPolicy
-from prism_ray.formats.spec import FORMATS
+from prism_ray.formats.spec import FP4_FORMATS
 from prism_ray.formats.tensor import code_plane_fingerprint, scale_plane_fingerprint
 from prism_ray.models.tiny import tiny_llama
 from prism_ray.training.backends import FIRST_MOMENT, SECOND_MOMENT, VALUE, LocalBackend
@@ -193,7 +193,7 @@ def test_another_kind_of_folder_is_no_checkpoint(saved, tmp_path):
 # --- the adapter in it -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", list(FORMATS))
+@pytest.mark.parametrize("name", FP4_FORMATS)
 def test_peft_opens_the_saved_adapter_with_bit_equal_logits(tmp_path, name):
     backend = trained(3, name)
     values = {key: entry[VALUE] for key, entry in backend.export_state().items()}
@@ -236,7 +236,7 @@ def test_an_empty_or_short_adapter_is_refused(tmp_path):
 # --- what training may touch -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", list(FORMATS))
+@pytest.mark.parametrize("name", FP4_FORMATS)
 def test_training_changes_the_factors_and_nothing_else(name):
     backend = trained(0, name)
     model = backend.objective.model

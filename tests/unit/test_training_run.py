@@ -19,7 +19,7 @@ from prism_ray.core.errors import ConfigError, DataError, GridMismatch, ModelErr
 from prism_ray.core.manifest import MANIFEST_NAME, read_manifest
 from prism_ray.formats.checkpoint import KIND, load_quantized_model
 from prism_ray.formats.policy import QuantPolicy
-from prism_ray.formats.spec import FORMATS
+from prism_ray.formats.spec import FORMATS, FP4_FORMATS
 from prism_ray.models.tiny import save_tiny, tiny_llama, tiny_tokenizer
 from prism_ray.training import base as base_module
 from prism_ray.training.base import base_manifest, prepare_base
@@ -56,7 +56,7 @@ def config(model: Path, **options: Any) -> TrainConfig:
     return TrainConfig(model=str(model), **(defaults | options))
 
 
-@pytest.fixture(scope="module", params=list(FORMATS))
+@pytest.fixture(scope="module", params=FP4_FORMATS)
 def finished(request, source, tmp_path_factory) -> dict[str, Any]:
     """A run of every format, once."""
     folder = tmp_path_factory.mktemp("run")

@@ -26,8 +26,13 @@ from prism_ray.formats.tensor import apply_scales, unscaled
 
 
 def require_fit(base_layer: FP4Linear, config: ScaleQLoraConfig, name: str) -> None:
-    """Raise ConfigError for a rank above the layer's number of scale blocks, GridMismatch for an adapter of another grid; `name` is the layer."""
+    """Raise ConfigError for a rank above the layer's number of scale blocks, GridMismatch for an adapter of another grid or a format that is not FP4;
+    `name` is the layer."""
     spec = base_layer.format
+    if not spec.is_fp4:
+        raise GridMismatch(
+            f"scale adapters are for FP4 formats, this weight is {spec.name}", where=name, remedy="quantize the base as nvfp4 or mxfp4"
+        )
     groups = base_layer.scales.shape[-1]
     if config.r > groups:
         raise ConfigError(
@@ -151,7 +156,7 @@ class _ScaleQLora(torch.autograd.Function):
         base: FP4Linear = ctx.base
         grad_y = grads[0].reshape(-1, base.out_features)
         grad_a = grad_b = grad_x = None
-        weight = unscaled(base.code_bytes, x.dtype)
+        weight = unscaled(base.code_bytes, base.format.codes, x.dtype)
         if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
             outer = (grad_y.T @ x.reshape(-1, base.in_features)).mul_(weight)
             grad_scale = outer.view(*data.shape, base.format.block).sum(-1, dtype=torch.float32).mul_(base.factor)
