@@ -132,7 +132,7 @@ def write_gguf(source: Path, path: Path, kind: str, *, head: bool) -> None:
 
     stored = {tensor.name: tensor for tensor in reader.tensors}
     for name, tensor in stored.items():
-        if name.startswith("blk.") and len(tensor.shape) == 2 or name == "output.weight" and head:
+        if (name.startswith("blk.") and len(tensor.shape) == 2) or (name == "output.weight" and head):
             add(name, tensor)
         else:
             writer.add_tensor(name, tensor.data, raw_dtype=tensor.tensor_type)

@@ -163,7 +163,8 @@ def _benchmark(entry: str, prompt: str | None, answer: str | None, column: str, 
 
 def _usual_columns(entry: str) -> tuple[str | None, str | None]:
     """`{prompt}` and `answer` where a table has columns of these names, so that plain files need no option."""
-    from prism_ray.training.rows import format_of, read_table
+    import prism_ray.training.demo  # noqa: F401 - registers `demo:`
+    from prism_ray.core.rows import format_of, read_table
 
     if not entry.startswith(("demo:", "datasets:")) and format_of(entry) == "text":
         return None, None

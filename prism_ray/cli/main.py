@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import typer
 
 from prism_ray import __version__
-from prism_ray.cli import drift, local, merge, package, quantize, sweep, train
+from prism_ray.cli import drift, local, merge, package, plan, quantize, sweep, train
 from prism_ray.core.errors import EXIT_FAILED, EXIT_OK, EXIT_USER_ERROR, PrismError, SweepFailed
 
 app = typer.Typer(name="prism-ray", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
@@ -17,6 +17,7 @@ app.command("train")(train.train)
 app.command("merge")(merge.merge)
 app.command("sweep")(sweep.sweep)
 app.command("drift")(drift.drift)
+app.command("plan")(plan.plan)
 app.command("package")(package.package)
 app.command("local")(local.local)
 

@@ -481,20 +481,10 @@ def load_block(source: TensorSource, module: nn.Module, prefix: str, dtype: torc
             where=str(source.folder),
             remedy="the checkpoint is of another architecture",
         )
-    ready: dict[str, torch.Tensor] = {}
-    for name, tensor in wanted.items():
-        if name not in ready:
-            asked = parameters.dtypes.get(name, dtype if tensor.dtype.is_floating_point else tensor.dtype)
-            ready |= _realize(source, recipes[name], name, asked, parameters.model, tuple(tensor.shape))
-        value = ready.pop(name)
-        if value.shape != tensor.shape:
-            raise CheckpointError(
-                f"'{recipes[name].weights[0]}' makes '{name}' {list(value.shape)}, the module needs {list(tensor.shape)}",
-                where=str(source.folder),
-                remedy="the checkpoint is of another architecture",
-            )
+    for name, value in load_parameters(source, wanted, dtype, parameters=parameters):
         owner = module.get_submodule(name.removeprefix(dotted).rpartition(".")[0])
-        setattr(owner, name.rpartition(".")[2], nn.Parameter(value, requires_grad=False) if isinstance(tensor, nn.Parameter) else value)
+        parameter = isinstance(wanted[name], nn.Parameter)
+        setattr(owner, name.rpartition(".")[2], nn.Parameter(value, requires_grad=False) if parameter else value)
     left = [name for name, buffer in module.named_buffers() if buffer.is_meta]
     if left:
         raise ModelError(
@@ -504,6 +494,31 @@ def load_block(source: TensorSource, module: nn.Module, prefix: str, dtype: torc
         )
     used = {weight for recipe in recipes.values() for weight in recipe.weights}
     return sum(source.nbytes(weight) for weight in used)
+
+
+def load_parameters(
+    source: TensorSource, wanted: Mapping[str, torch.Tensor], dtype: torch.dtype, *, parameters: ParameterMap | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, value) of parameters and buffers by their names in the transformers model, one at a time.
+
+    wanted: name -> a tensor of its shape and kind (on meta or not). Floating-point ones come in `dtype`, those that the family keeps in another one in that. Raises CheckpointError
+    naming a parameter that the files lack or a wrong shape.
+    """
+    parameters = source.parameters if parameters is None else parameters
+    ready: dict[str, torch.Tensor] = {}
+    for name, tensor in wanted.items():
+        recipe = parameters.recipe(name, source)
+        if name not in ready:
+            asked = parameters.dtypes.get(name, dtype if tensor.dtype.is_floating_point else tensor.dtype)
+            ready |= _realize(source, recipe, name, asked, parameters.model, tuple(tensor.shape))
+        value = ready.pop(name)
+        if value.shape != tensor.shape:
+            raise CheckpointError(
+                f"'{recipe.weights[0]}' makes '{name}' {list(value.shape)}, the module needs {list(tensor.shape)}",
+                where=str(source.folder),
+                remedy="the checkpoint is of another architecture",
+            )
+        yield name, value
 
 
 def load_expert(source: TensorSource, name: str, index: int, dtype: torch.dtype, *, parameters: ParameterMap | None = None) -> torch.Tensor:

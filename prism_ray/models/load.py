@@ -5,6 +5,7 @@ Refuses: pickled weights, remote code, tensors that the architecture needs and t
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -50,6 +51,7 @@ def load_model(spec: str | Path, *, dtype: torch.dtype = torch.bfloat16, device:
     or a quantization package that is not there.
     """
     folder = resolve(str(spec))
+    importlib.import_module("prism_ray.models.looped")  # registers its family with transformers' Auto classes
     config = read_config(folder)
     _require_device(device)
     check_safetensors(folder)

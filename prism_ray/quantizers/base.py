@@ -26,7 +26,6 @@ from torch import Tensor
 
 from prism_ray.core.config import Config
 from prism_ray.core.errors import FormatError
-from prism_ray.core.registry import Registry
 from prism_ray.formats import e2m1
 from prism_ray.formats.spec import FormatSpec
 from prism_ray.formats.tensor import QuantTensor
@@ -114,8 +113,6 @@ class Method:
     needs_stats: bool
     batch: Callable[[Sequence[tuple[Sequence[Member], GramState | None]], QuantizerOptions], list[Quantized]] | None = None
 
-
-METHODS: Registry[Method] = Registry("method")
 
 
 def assemble(member: Member, scales: Tensor, values: Tensor) -> QuantTensor:

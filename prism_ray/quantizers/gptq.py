@@ -27,7 +27,7 @@ from torch import Tensor
 from prism_ray.formats.spec import FormatSpec
 from prism_ray.hessian.factor import Factor, NoFactor, factorize
 from prism_ray.hessian.state import GramState
-from prism_ray.quantizers.base import METHODS, Member, Method, Quantized, QuantizerOptions, assemble, record
+from prism_ray.quantizers.base import Member, Quantized, QuantizerOptions, assemble, record
 from prism_ray.quantizers.descent import descend, refit_scales
 from prism_ray.quantizers.rounding import rounder
 from prism_ray.quantizers.rtn import tensor_scale_for
@@ -199,6 +199,3 @@ def _finish(group: _Solvable, values: Tensor, scales: Tensor, options: Quantizer
         )
         out.append((tensor, entry))
     return out
-
-
-METHODS.add("gptq", Method(run=gptq, needs_stats=True, batch=gptq_batch))

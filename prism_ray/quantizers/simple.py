@@ -12,7 +12,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from prism_ray.hessian.state import GramState
-from prism_ray.quantizers.base import METHODS, Member, Method, Quantized, QuantizerOptions, assemble, output_error, record
+from prism_ray.quantizers.base import Member, Quantized, QuantizerOptions, assemble, output_error, record
 from prism_ray.quantizers.rtn import tensor_scale_for
 from prism_ray.quantizers.scales import search_scales
 
@@ -57,7 +57,3 @@ def mse(members: Sequence[Member], stats: GramState | None, options: QuantizerOp
         before = rounding_error(member, stats, options)
         out.append((tensor, record(member, tensor, stats, asked="mse", method="mse", error_before=before)))
     return out
-
-
-METHODS.add("rtn", Method(run=rtn, needs_stats=False))
-METHODS.add("mse", Method(run=mse, needs_stats=False))

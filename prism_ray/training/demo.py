@@ -23,6 +23,7 @@ from urllib.parse import parse_qsl
 from prism_ray.core.config import suggest
 from prism_ray.core.errors import DataError
 from prism_ray.core.files import atomic_path
+from prism_ray.core.rows import GENERATED
 from prism_ray.training import demo_text
 from prism_ray.training.task import BenchmarkConfig, ReferenceConfig, TaskConfig
 
@@ -49,6 +50,9 @@ def demo_rows(location: str) -> list[dict[str, str]]:
         if key not in allowed:
             raise DataError(f"demo:{name} has no parameter '{key}'", where=location, remedy=suggest(key, allowed))
     return known[name](location, options)
+
+
+GENERATED["demo"] = demo_rows
 
 
 def tickets(split: str, rows: int, seed: int = 0, distractors: int = 60) -> list[dict[str, str]]:

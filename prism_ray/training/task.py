@@ -23,7 +23,7 @@ from pydantic import Field, model_validator
 
 from prism_ray.core.config import Config, suggest
 from prism_ray.core.errors import DataError
-from prism_ray.training.rows import FileFormat, Row, format_of, read_table
+from prism_ray.core.rows import FileFormat, Row, Table, format_of, read_table
 
 # English prose averages about 1.3 tokens a word in the vocabularies in use; 0.7 leaves some room.
 WORDS_PER_TOKEN = 0.7
@@ -230,7 +230,7 @@ def load_benchmark(config: TextConfig) -> list[Example]:
     """
     examples: list[Example] = []
     if config.prompt is not None and config.answer is not None:
-        table = read_table(config.location, config.format, config.columns)
+        table = _open(config.location, config.format, config.columns)
         for row in table.rows((*template_fields(config.prompt), config.answer)):
             prompt, answer = render(config.prompt, row), row.text(config.answer).strip()
             if not answer:
@@ -267,12 +267,19 @@ def render(template: str, row: Row) -> str:
     return _TEMPLATE.sub(lambda match: match[0][0] if match[1] is None else row.text(match[1]), template)
 
 
+def _open(location: str, format: FileFormat, columns: tuple[str, ...] | None) -> Table:
+    if location.startswith("demo:"):
+        # It registers its scheme; it builds TaskConfigs from this module, so importing it at the top would be a circle.
+        import prism_ray.training.demo  # noqa: F401
+    return read_table(location, format, columns)
+
+
 def _load(task: TaskConfig, split: str, location: str) -> tuple[list[Example], int, int]:
     """(examples, rows read, rows dropped for their label) of one location."""
     positions = {label: index for index, label in enumerate(task.labels or ())}
     examples: list[Example] = []
     rows = dropped = 0
-    for row in read_table(location, task.format, task.columns).rows((*template_fields(task.prompt), task.answer)):
+    for row in _open(location, task.format, task.columns).rows((*template_fields(task.prompt), task.answer)):
         rows += 1
         raw = row.text(task.answer).strip()
         if not raw:
@@ -344,7 +351,7 @@ def _cap(examples: list[Example], limit: int | None, seed: int, purpose: str) ->
 def _windows(config: TextConfig) -> Iterator[tuple[str, str]]:
     """(row number or row.part, text) of plain text, at most `max_tokens` * WORDS_PER_TOKEN words each."""
     budget = max(1, int(config.max_tokens * WORDS_PER_TOKEN))
-    table = read_table(config.location, config.format, config.columns)
+    table = _open(config.location, config.format, config.columns)
     plain = config.format == "text" or (config.format == "auto" and _is_plain(config.location))
     column = "text" if plain else config.column
     for row in table.rows((column,)):

@@ -36,8 +36,9 @@ MAY_IMPORT = {
     "cli": LEVEL_4 | {"dist"},
 }
 RAY_PLACES = ("prism_ray/dist", "serve_apps", "tune_spaces", "jobs", "tests")
-# Third-party packages that core may use, all small beside torch: what stands there is a dependency of every level.
-CORE_MAY_USE = {"torch", "numpy", "pydantic", "pathspec"}
+# Third-party packages that core may use, all small beside torch: what stands there is a dependency of every level. core.rows imports its readers
+# inside functions, for the locations that need them.
+CORE_MAY_USE = {"torch", "numpy", "pydantic", "pathspec", "pyarrow", "fsspec", "datasets"}
 
 
 def sources(*roots: Path) -> list[Path]:

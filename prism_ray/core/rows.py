@@ -1,7 +1,7 @@
 """Tables of rows from files, fsspec URLs, the datasets library and the demo; every fault is one DataError line with file and row.
 
 A location is a local path or any fsspec URL (.jsonl, .json, .csv, .parquet, .txt for plain text; .gz and the like are unpacked), `datasets:<id>[:split]`,
-or `demo:...`. Row numbers are 1-based counts of data rows; for text files the line in the file stands beside them.
+or a scheme of GENERATED (`demo:...`, once prism_ray.training.demo is imported). Row numbers are 1-based counts of data rows; for text files the line in the file stands beside them.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ from prism_ray.core.optional import require
 FileFormat = Literal["auto", "jsonl", "csv", "parquet", "text"]
 _SUFFIXES: dict[str, FileFormat] = {".jsonl": "jsonl", ".json": "jsonl", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
 _COMPRESSED = {".gz", ".bz2", ".xz", ".zip", ".zst"}
+
+GENERATED: dict[str, Callable[[str], Sequence[Any]]] = {}
+"""Scheme of a location -> function that makes its rows; filled by the package that generates them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +81,8 @@ class Table:
 
 def read_table(location: str, format: FileFormat = "auto", columns: tuple[str, ...] | None = None) -> Table:
     """Open a location of any kind as a table; DataError when it cannot be read or is empty."""
-    if location.startswith("demo:"):
-        # demo.py builds TaskConfigs and so imports this module; importing it at the top would be a circle.
-        from prism_ray.training.demo import demo_rows
-
-        return _records(location, demo_rows(location))
+    if (scheme := location.partition(":")[0]) in GENERATED:
+        return _records(location, GENERATED[scheme](location))
     if location.startswith("datasets:"):
         return _read_datasets(location)
     kind = format_of(location) if format == "auto" else format

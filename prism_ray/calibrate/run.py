@@ -1,0 +1,361 @@
+"""The layer-streamed pass: text to a checkpoint, block after block, over one worker or many.
+
+For each block: every worker runs its lanes' chunks through it and sums their inputs; each unit's owner merges its states along the fixed tree, quantizes, and writes planes and
+records; every worker loads the quantized block and writes the inputs of the next one. What is under way is in the work folder only, each file whole or absent, and a block is done when its
+`block.json` is there: a run that was killed goes on at the first block that is not, and gives the same bytes as one that was not (field cases CAL-05, CAL-06, RAY-08).
+
+The last unit is the head, where the policy quantizes it. Then the checkpoint is written from the planes and the source's other tensors.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from prism_ray.calibrate.config import CalibrateConfig
+from prism_ray.calibrate.text import Samples, lane_of, make_chunks, make_samples, read_texts
+from prism_ray.calibrate.units import Unit, assign, make_units, read_records
+from prism_ray.calibrate.worker import BadSample, BlockWorker, Node, write_chunks
+from prism_ray.core.compute import compute_dtype
+from prism_ray.core.errors import ConfigError, DataError, PrismError
+from prism_ray.core.files import require_disk, write_json
+from prism_ray.formats.policy import QuantPlan, make_plan
+from prism_ray.formats.sources import meta_model
+from prism_ray.hessian.capture import InputGroup
+from prism_ray.models.load import load_tokenizer
+from prism_ray.models.source import resolve
+from prism_ray.quantizers.base import QuantizerOptions
+from prism_ray.quantizers.methods import METHODS
+
+RUN, BLOCK, PROGRESS = "run.json", "block.json", "progress.jsonl"
+
+
+class CalibrationFailed(PrismError):
+    """A run ended with more fallbacks, starved experts or dropped samples than allowed."""
+
+
+Handles = Mapping[Node, Mapping[str, Any]]
+
+
+class Crew(Protocol):
+    """Workers of a pass. Shares and spans have one entry a worker; handles stand for states wherever they are."""
+
+    workers: int
+
+    def embed(self, shares: Sequence[Sequence[int]]) -> None:
+        """Write the first block's inputs of each worker's chunks."""
+
+    def collect(self, index: int, spans: Sequence[tuple[int, int]]) -> tuple[list[InputGroup], Handles]:
+        """States of each worker's lanes."""
+
+    def solve(
+        self, index: int, owned: Sequence[Sequence[tuple[int, Unit]]], handles: Handles, method: str, options: QuantizerOptions
+    ) -> list[dict[str, Any]]:
+        """Quantize each owner's units."""
+
+    def propagate(self, index: int, shares: Sequence[Sequence[int]]) -> None:
+        """Write the next block's inputs."""
+
+    def close(self) -> None:
+        """Let the workers go."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CrewSpec:
+    """What a worker is made of; plain data."""
+
+    folder: str
+    work: str
+    dtype: str
+    formats: dict[str, str]
+    lanes: list[tuple[int, int]]
+    dropped: list[int]
+
+    def worker(self) -> BlockWorker:
+        """A worker in this process."""
+        lanes = [range(start, stop) for start, stop in self.lanes]
+        return BlockWorker(self.folder, self.work, getattr(torch, self.dtype), self.formats, lanes, self.dropped)
+
+
+class LocalCrew:
+    """One worker, in this process."""
+
+    workers = 1
+
+    def __init__(self, spec: CrewSpec):
+        self._worker = spec.worker()
+
+    def embed(self, shares: Sequence[Sequence[int]]) -> None:
+        self._worker.embed(shares[0])
+
+    def collect(self, index: int, spans: Sequence[tuple[int, int]]) -> tuple[list[InputGroup], Handles]:
+        return self._worker.collect(index, *spans[0])
+
+    def solve(
+        self, index: int, owned: Sequence[Sequence[tuple[int, Unit]]], handles: Handles, method: str, options: QuantizerOptions
+    ) -> list[dict[str, Any]]:
+        return self._worker.solve(index, owned[0], handles, method, options)
+
+    def propagate(self, index: int, shares: Sequence[Sequence[int]]) -> None:
+        self._worker.propagate(index, shares[0])
+
+    def close(self) -> None:
+        self._worker.close()
+
+
+Hire = Callable[[CrewSpec], Crew]
+Say = Callable[[str], None]
+
+
+def calibrate(config: CalibrateConfig, work: Path | str, *, hire: Hire = LocalCrew, say: Say = print, samples: Samples | None = None) -> dict[str, Any]:
+    """Run or go on with the pass in a work folder; returns the summary (also in summary.json there).
+
+    samples: token lists made elsewhere (Ray Data); default those of config.data. Raises ConfigError for a work folder of another run, BadSample, CalibrationFailed, and what
+    loading and planning raise.
+    """
+    work = Path(work)
+    folder = resolve(config.model)
+    plan = make_plan(meta_model(folder), config.policy)
+    if config.data is None:
+        raise ConfigError(f"method '{config.method}' needs calibration text", where="data", remedy="give --data FILE")
+    _ = METHODS[config.method]
+    run = _open_run(config, work, folder, samples, say)
+    while True:
+        try:
+            return _pass(config, work, folder, plan, run, hire, say)
+        except BadSample as fault:
+            if config.nonfinite == "stop":
+                raise
+            run["dropped"] = sorted({*run["dropped"], fault.sample})
+            say(f"sample {fault.sample} dropped for all layers ({fault}); starting again")
+            if len(run["dropped"]) > config.max_dropped * run["samples"]:
+                raise CalibrationFailed(
+                    f"{len(run['dropped'])} of {run['samples']} samples make inputs that are not finite", where=config.model, remedy="mend the data"
+                ) from None
+            _restart(work, run)
+
+
+def _open_run(config: CalibrateConfig, work: Path, folder: Path, samples: Samples | None, say: Say) -> dict[str, Any]:
+    """The run's record: read and compared where there is one, else made with the chunks."""
+    settings = config.to_dict()
+    path = work / RUN
+    if path.is_file():
+        run: dict[str, Any] = json.loads(path.read_text())
+        if run["config"] != settings:
+            different = sorted(key for key in settings if run["config"].get(key) != settings[key])
+            raise ConfigError(f"belongs to a run with other settings ({', '.join(different)})", where=str(work), remedy="choose another folder, or remove it")
+        return run
+    assert config.data is not None
+    made = samples or make_samples(read_texts(config.data), load_tokenizer(folder), config.data)
+    tokenizer = load_tokenizer(folder)
+    chunks = make_chunks(made.tokens, config.data.chunk, tokenizer.pad_token_id)
+    lanes = [[lane.start, lane.stop] for lane in lane_of(len(chunks), config.lanes)]
+    say(f"{len(made.tokens)} samples, {made.total} tokens, {len(chunks)} chunks in {len(lanes)} lanes" + (f", {made.cut} samples cut" if made.cut else ""))
+    if made.short:
+        say(f"the text gives {len(made.tokens)} samples, {config.data.samples} were asked for")
+    work.mkdir(parents=True, exist_ok=True)
+    hidden = int(getattr(meta_model(folder).config.get_text_config(), "hidden_size", 0))
+    require_disk(work, 2 * 4 * made.total * hidden, "two generations of activations")
+    write_chunks(work / "chunks.safetensors", chunks)
+    run = {
+        "config": settings, "folder": str(folder), "samples": len(made.tokens), "tokens": made.total, "cut": made.cut, "lanes": lanes, "dropped": [],
+    }  # fmt: skip
+    write_json(path, run)
+    return run
+
+
+def _restart(work: Path, run: dict[str, Any]) -> None:
+    """Forget every block, keep the chunks."""
+    for name in ("activations", "blocks"):
+        shutil.rmtree(work / name, ignore_errors=True)
+    write_json(work / RUN, run)
+
+
+def _pass(
+    config: CalibrateConfig, work: Path, folder: Path, plan: QuantPlan, run: dict[str, Any], hire: Hire, say: Say
+) -> dict[str, Any]:
+    formats = {entry.name: entry.format for entry in plan.entries}
+    dtype = str(compute_dtype(config.dtype)).removeprefix("torch.")
+    spec = CrewSpec(
+        folder=str(folder), work=str(work), dtype=dtype, formats=formats, lanes=[tuple(lane) for lane in run["lanes"]], dropped=run["dropped"]
+    )
+    started = time.monotonic()
+    crew = hire(spec)
+    try:
+        stages = _Stages(config, work, spec, crew, say)
+        blocks = stages.blocks(folder)
+        for index in range(blocks):
+            stages.block(index, blocks)
+        if any(not name.startswith(stages.prefix) for name in formats):
+            stages.block(blocks, blocks)
+    finally:
+        crew.close()
+    summary = summarize(config, work, run, plan) | {"seconds": round(time.monotonic() - started, 2), "workers": crew.workers}
+    write_json(work / "summary.json", summary)
+    _judge(config, summary)
+    return summary
+
+
+class _Stages:
+    """One pass's walk over the blocks."""
+
+    def __init__(self, config: CalibrateConfig, work: Path, spec: CrewSpec, crew: Crew, say: Say):
+        self.config, self.work, self.spec, self.crew, self.say = config, work, spec, crew, say
+        self.lanes = [range(*lane) for lane in spec.lanes]
+        count = min(crew.workers, len(self.lanes))
+        bounds = [worker * len(self.lanes) // count for worker in range(count + 1)]
+        self.spans = [(bounds[worker], bounds[worker + 1]) for worker in range(count)]
+        self.shares = [[number for lane in self.lanes[start:stop] for number in lane] for start, stop in self.spans]
+        self.started = time.monotonic()
+        self.first: int | None = None
+        self.prefix = ""
+
+    def blocks(self, folder: Path) -> int:
+        """Number of decoder blocks."""
+        from prism_ray.models.families import decoder_layers, split_head
+
+        model = meta_model(folder)
+        model.tie_weights()
+        held = decoder_layers(split_head(model).backbone)
+        self.prefix = next(name for name, module in model.named_modules() if module is held) + "."
+        self._meta = held
+        return len(held)
+
+    def _ready(self, index: int) -> bool:
+        """Whether every chunk's input of a block is there."""
+        folder = self.work / "activations" / f"{index:04d}"
+        return (folder / "complete").is_file()
+
+    def _complete(self, index: int) -> None:
+        (self.work / "activations" / f"{index:04d}").mkdir(parents=True, exist_ok=True)
+        (self.work / "activations" / f"{index:04d}" / "complete").touch()
+
+    def block(self, index: int, blocks: int) -> None:
+        """Bring a block to its end, wherever it stands."""
+        done = self.work / "blocks" / f"{index:04d}" / BLOCK
+        if done.is_file() and (index >= blocks or self._ready(index + 1) or (self.work / "blocks" / f"{index + 1:04d}" / BLOCK).is_file()):
+            return
+        began = time.monotonic()
+        if self.first is None:
+            self.first = index
+        if not self._ready(index):
+            self._restore(index)
+        if not done.is_file():
+            self._solve(index, done)
+        if index < blocks:
+            self.crew.propagate(index, self.shares)
+            self._complete(index + 1)
+            shutil.rmtree(self.work / "activations" / f"{index:04d}", ignore_errors=True)
+        self._report(index, blocks, began)
+
+    def _restore(self, index: int) -> None:
+        """The inputs of a block when they are not there: from the start, through the blocks that are done."""
+        if not self._ready(0):
+            self.crew.embed(self.shares)
+            self._complete(0)
+        for earlier in range(index):
+            if not self._ready(earlier + 1):
+                self.crew.propagate(earlier, self.shares)
+                self._complete(earlier + 1)
+
+    def _solve(self, index: int, done: Path) -> None:
+        shutil.rmtree(done.parent, ignore_errors=True)
+        groups, handles = self.crew.collect(index, self.spans)
+        units = self._units(index, groups)
+        numbers = {unit.name: number for number, unit in enumerate(units)}
+        owned = [
+            [(numbers[unit.name], unit) for unit in part] for part in assign(units, self.crew.workers, self.config.options.refine)
+        ]
+        parts = self.crew.solve(index, owned, handles, self.config.method, self.config.options)
+        done.parent.mkdir(parents=True, exist_ok=True)
+        write_json(done, {"parts": sorted(part["part"] for part in parts), "state_bytes": sum(part["state_bytes"] for part in parts)})
+
+    def _units(self, index: int, groups: Sequence[InputGroup]) -> list[Unit]:
+        if index < len(self._meta):
+            return make_units(self._meta[index], groups)
+        return make_units(meta_model(Path(self.spec.folder)), groups)
+
+    def _report(self, index: int, blocks: int, began: float) -> None:
+        assert self.first is not None
+        elapsed = time.monotonic() - self.started
+        left = elapsed / (index + 1 - self.first) * (blocks - index - 1)
+        records = read_records(self.work / "blocks" / f"{index:04d}")
+        fallbacks = sum(record["method"] != record["asked"] for record in records)
+        errors = [record["error_after"] for record in records if record["error_after"] is not None]
+        line = {
+            "block": index,
+            "blocks": blocks,
+            "samples": sum(map(len, self.shares)),
+            "seconds": round(time.monotonic() - began, 2),
+            "seconds_left": round(max(0.0, left), 1),
+            "weights": len(records),
+            "fallbacks": fallbacks,
+            "output_error": round(sum(errors) / len(errors), 6) if errors else None,
+            "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        }
+        with (self.work / PROGRESS).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        error = "" if line["output_error"] is None else f", output error {line['output_error']:.4g}"
+        self.say(
+            f"block {index + 1}/{blocks}: {line['weights']} weights{error}, {fallbacks} fallbacks, {line['seconds']} s, "
+            f"{line['seconds_left']:.0f} s left, peak {line['peak_bytes'] / 2**30:.2f} GiB"
+        )
+
+
+def summarize(config: CalibrateConfig, work: Path, run: Mapping[str, Any], plan: QuantPlan) -> dict[str, Any]:
+    """Counts over all records: weights, methods, fallbacks with their reasons, starved ones, mean errors."""
+    records = [record for folder in sorted((work / "blocks").glob("[0-9]*")) for record in read_records(folder)]
+    planned = {entry.name: (entry.shape[0] if len(entry.shape) == 3 else 1) for entry in plan.entries}
+    if len(records) != sum(planned.values()):
+        raise DataError(f"{len(records)} weights were quantized, {sum(planned.values())} were planned", where=str(work))
+    fallbacks = [record for record in records if record["method"] != record["asked"]]
+    starved = [record for record in records if record["tokens"] < record["shape"][1]]
+    state_bytes = sum(json.loads(path.read_text())["state_bytes"] for path in (work / "blocks").glob("*/block.json"))
+    return {
+        "model": config.model,
+        "method": config.method,
+        "samples": run["samples"],
+        "dropped": run["dropped"],
+        "tokens": run["tokens"],
+        "weights": len(records),
+        "fallbacks": len(fallbacks),
+        "fallback_share": len(fallbacks) / len(records),
+        "fallback_reasons": {reason: sum(r["reason"] == reason for r in fallbacks) for reason in sorted({r["reason"] for r in fallbacks})},
+        "starved": len(starved),
+        "starved_share": len(starved) / len(records),
+        "untouched": sum(record["tokens"] == 0 for record in records),
+        "damping_raised": sum(record["retries"] > 0 for record in records),
+        "error_before": _mean([record["error_before"] for record in records]),
+        "error_after": _mean([record["error_after"] for record in records]),
+        "state_bytes": state_bytes,
+        "kept_bytes": sum(size for _, _, size in plan.kept),
+    }
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    found = [value for value in values if value is not None]
+    return sum(found) / len(found) if found else None
+
+
+def _judge(config: CalibrateConfig, summary: Mapping[str, Any]) -> None:
+    for share, limit, what in (
+        ("fallback_share", config.max_fallback_share, "fell back to another method"),
+        ("starved_share", config.max_starved_share, "saw fewer rows than they have columns"),
+    ):
+        if summary[share] > limit:
+            raise CalibrationFailed(
+                f"{summary[share]:.1%} of {summary['weights']} weights {what}, allowed {limit:.1%} ({summary['fallback_reasons']})",
+                where=config.model,
+                remedy="give more calibration text, or raise the limit",
+            )
