@@ -1,17 +1,19 @@
-"""A finished pass to a checkpoint: the model's frame with planes where the plan has them and the source's tensors everywhere else.
+"""A finished pass to a checkpoint: the model's frame with planes where the plan has them, plain tensors that the pass has folded factors into, and the source's tensors everywhere else.
 
 Planes are memory-mapped from the work folder and plain tensors from the source, so the memory is the page cache's, not the process's.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from prism_ray.calibrate.units import read_planes, read_records
+from prism_ray.calibrate.units import read_plain, read_planes, read_records
 from prism_ray.core.errors import CheckpointError
 from prism_ray.formats.checkpoint import install, save_quantized
 from prism_ray.formats.modules import QuantizedModule
@@ -29,6 +31,7 @@ def quantized_model(folder: Path | str, work: Path | str, plan: QuantPlan, dtype
     formats = {entry.name: entry.format for entry in plan.entries}
     held = decoder_layers(split_head(model).backbone)
     path = next(name for name, module in model.named_modules() if module is held)
+    changed: dict[str, torch.Tensor] = {}
     for index in range(len(held) + 1):
         prefix = f"{path}.{index}." if index < len(held) else ""
         names = {
@@ -39,30 +42,39 @@ def quantized_model(folder: Path | str, work: Path | str, plan: QuantPlan, dtype
         if not names:
             continue
         planes = read_planes(Path(work) / "blocks" / f"{index:04d}", names)
+        changed |= {prefix + name: value.to(dtype) for name, value in read_plain(Path(work) / "blocks" / f"{index:04d}").items()}
         for name, tensor in planes.items():
             if not tensor.codes.numel():
                 raise CheckpointError("has no planes in the work folder", where=prefix + name, remedy="run the pass again")
-            install(model, prefix + name, tensor, dtype, bias=_bias(model, source, prefix + name, dtype))
+            install(model, prefix + name, tensor, dtype, bias=_bias(model, source, prefix + name, dtype, changed))
     if "lm_head" in formats:
         model.config.tie_word_embeddings = False
-    _fill(model, source, dtype)
+    if unknown := sorted(set(changed) - set(model.state_dict())):
+        raise CheckpointError("was changed by the pass and is no tensor of the model", where=unknown[0], remedy="run the pass again")
+    _fill(model, source, dtype, changed)
     model.config._experts_implementation = "eager"
     return model.eval()
 
 
-def _bias(model: nn.Module, source: TensorSource, name: str, dtype: torch.dtype) -> torch.Tensor | None:
+def _bias(
+    model: nn.Module, source: TensorSource, name: str, dtype: torch.dtype, changed: Mapping[str, torch.Tensor]
+) -> torch.Tensor | None:
+    if f"{name}.bias" in changed:
+        return changed[f"{name}.bias"]
     parameter = dict(model.named_parameters()).get(f"{name}.bias")
     return None if parameter is None else next(iter(load_parameters(source, {f"{name}.bias": parameter}, dtype)))[1]
 
 
-def _fill(model: Any, source: TensorSource, dtype: torch.dtype) -> None:
-    """Load every parameter and persistent buffer that is still on meta; a tied head is left to the model."""
+def _fill(model: Any, source: TensorSource, dtype: torch.dtype, changed: Mapping[str, torch.Tensor]) -> None:
+    """Fill every parameter and persistent buffer that is still on meta, `changed` ones with their new values, others from the source; a tied head is left to the model."""
     tied = split_head(model).tied if not isinstance(model.get_output_embeddings(), QuantizedModule) else False
     head = {id(model.get_output_embeddings().weight)} - {id(model.get_input_embeddings().weight)} if tied else set()
     wanted = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if tensor.is_meta and id(tensor) not in head}
     seen: set[int] = set()
     once = {name: tensor for name, tensor in wanted.items() if not (id(tensor) in seen or seen.add(id(tensor)))}  # type: ignore[func-returns-value]
-    for name, value in load_parameters(source, once, dtype):
+    kept = {name: tensor for name, tensor in once.items() if name not in changed}
+    values = [(name, changed[name]) for name in once if name in changed]
+    for name, value in itertools.chain(values, load_parameters(source, kept, dtype)):
         owner = model.get_submodule(name.rpartition(".")[0])
         leaf = name.rpartition(".")[2]
         setattr(owner, leaf, nn.Parameter(value, requires_grad=False) if isinstance(once[name], nn.Parameter) else value)

@@ -24,9 +24,9 @@ import torch
 from prism_ray.calibrate.config import CalibrateConfig
 from prism_ray.calibrate.text import Samples, lane_of, make_chunks, make_samples, read_texts
 from prism_ray.calibrate.units import Unit, assign, make_units, read_records
-from prism_ray.calibrate.worker import BadSample, BlockWorker, Node, write_chunks
+from prism_ray.calibrate.worker import CHUNKS, BadSample, BlockWorker, Node, write_chunks
 from prism_ray.core.compute import compute_dtype
-from prism_ray.core.errors import ConfigError, DataError, PrismError
+from prism_ray.core.errors import CalibrationFailed, ConfigError, DataError
 from prism_ray.core.files import require_disk, write_json
 from prism_ray.formats.policy import QuantPlan, make_plan
 from prism_ray.formats.sources import meta_model
@@ -37,10 +37,6 @@ from prism_ray.quantizers.base import QuantizerOptions
 from prism_ray.quantizers.methods import METHODS
 
 RUN, BLOCK, PROGRESS = "run.json", "block.json", "progress.jsonl"
-
-
-class CalibrationFailed(PrismError):
-    """A run ended with more fallbacks, starved experts or dropped samples than allowed."""
 
 
 Handles = Mapping[Node, Mapping[str, Any]]
@@ -116,7 +112,9 @@ Hire = Callable[[CrewSpec], Crew]
 Say = Callable[[str], None]
 
 
-def calibrate(config: CalibrateConfig, work: Path | str, *, hire: Hire = LocalCrew, say: Say = print, samples: Samples | None = None) -> dict[str, Any]:
+def calibrate(
+    config: CalibrateConfig, work: Path | str, *, hire: Hire = LocalCrew, say: Say = print, samples: Samples | None = None
+) -> dict[str, Any]:
     """Run or go on with the pass in a work folder; returns the summary (also in summary.json there).
 
     samples: token lists made elsewhere (Ray Data); default those of config.data. Raises ConfigError for a work folder of another run, BadSample, CalibrationFailed, and what
@@ -125,9 +123,8 @@ def calibrate(config: CalibrateConfig, work: Path | str, *, hire: Hire = LocalCr
     work = Path(work)
     folder = resolve(config.model)
     plan = make_plan(meta_model(folder), config.policy)
-    if config.data is None:
+    if config.data is None and METHODS[config.method].needs_stats:
         raise ConfigError(f"method '{config.method}' needs calibration text", where="data", remedy="give --data FILE")
-    _ = METHODS[config.method]
     run = _open_run(config, work, folder, samples, say)
     while True:
         try:
@@ -139,7 +136,9 @@ def calibrate(config: CalibrateConfig, work: Path | str, *, hire: Hire = LocalCr
             say(f"sample {fault.sample} dropped for all layers ({fault}); starting again")
             if len(run["dropped"]) > config.max_dropped * run["samples"]:
                 raise CalibrationFailed(
-                    f"{len(run['dropped'])} of {run['samples']} samples make inputs that are not finite", where=config.model, remedy="mend the data"
+                    f"{len(run['dropped'])} of {run['samples']} samples make inputs that are not finite",
+                    where=config.model,
+                    remedy="mend the data",
                 ) from None
             _restart(work, run)
 
@@ -152,20 +151,32 @@ def _open_run(config: CalibrateConfig, work: Path, folder: Path, samples: Sample
         run: dict[str, Any] = json.loads(path.read_text())
         if run["config"] != settings:
             different = sorted(key for key in settings if run["config"].get(key) != settings[key])
-            raise ConfigError(f"belongs to a run with other settings ({', '.join(different)})", where=str(work), remedy="choose another folder, or remove it")
+            raise ConfigError(
+                f"belongs to a run with other settings ({', '.join(different)})",
+                where=str(work),
+                remedy="choose another folder, or remove it",
+            )
         return run
-    assert config.data is not None
-    made = samples or make_samples(read_texts(config.data), load_tokenizer(folder), config.data)
+    if config.data is None:
+        work.mkdir(parents=True, exist_ok=True)
+        write_chunks(work / CHUNKS, [])
+        run = {"config": settings, "folder": str(folder), "samples": 0, "tokens": 0, "cut": 0, "lanes": [], "dropped": []}
+        write_json(path, run)
+        return run
     tokenizer = load_tokenizer(folder)
+    made = samples or make_samples(read_texts(config.data), tokenizer, config.data)
     chunks = make_chunks(made.tokens, config.data.chunk, tokenizer.pad_token_id)
     lanes = [[lane.start, lane.stop] for lane in lane_of(len(chunks), config.lanes)]
-    say(f"{len(made.tokens)} samples, {made.total} tokens, {len(chunks)} chunks in {len(lanes)} lanes" + (f", {made.cut} samples cut" if made.cut else ""))
+    say(
+        f"{len(made.tokens)} samples, {made.total} tokens, {len(chunks)} chunks in {len(lanes)} lanes"
+        + (f", {made.cut} samples cut" if made.cut else "")
+    )
     if made.short:
         say(f"the text gives {len(made.tokens)} samples, {config.data.samples} were asked for")
     work.mkdir(parents=True, exist_ok=True)
     hidden = int(getattr(meta_model(folder).config.get_text_config(), "hidden_size", 0))
     require_disk(work, 2 * 4 * made.total * hidden, "two generations of activations")
-    write_chunks(work / "chunks.safetensors", chunks)
+    write_chunks(work / CHUNKS, chunks)
     run = {
         "config": settings, "folder": str(folder), "samples": len(made.tokens), "tokens": made.total, "cut": made.cut, "lanes": lanes, "dropped": [],
     }  # fmt: skip
@@ -180,18 +191,21 @@ def _restart(work: Path, run: dict[str, Any]) -> None:
     write_json(work / RUN, run)
 
 
-def _pass(
-    config: CalibrateConfig, work: Path, folder: Path, plan: QuantPlan, run: dict[str, Any], hire: Hire, say: Say
-) -> dict[str, Any]:
+def _pass(config: CalibrateConfig, work: Path, folder: Path, plan: QuantPlan, run: dict[str, Any], hire: Hire, say: Say) -> dict[str, Any]:
     formats = {entry.name: entry.format for entry in plan.entries}
     dtype = str(compute_dtype(config.dtype)).removeprefix("torch.")
     spec = CrewSpec(
-        folder=str(folder), work=str(work), dtype=dtype, formats=formats, lanes=[tuple(lane) for lane in run["lanes"]], dropped=run["dropped"]
+        folder=str(folder),
+        work=str(work),
+        dtype=dtype,
+        formats=formats,
+        lanes=[tuple(lane) for lane in run["lanes"]],
+        dropped=run["dropped"],
     )
     started = time.monotonic()
     crew = hire(spec)
     try:
-        stages = _Stages(config, work, spec, crew, say)
+        stages = _Stages(config, work, spec, plan, crew, say)
         blocks = stages.blocks(folder)
         for index in range(blocks):
             stages.block(index, blocks)
@@ -208,11 +222,11 @@ def _pass(
 class _Stages:
     """One pass's walk over the blocks."""
 
-    def __init__(self, config: CalibrateConfig, work: Path, spec: CrewSpec, crew: Crew, say: Say):
-        self.config, self.work, self.spec, self.crew, self.say = config, work, spec, crew, say
+    def __init__(self, config: CalibrateConfig, work: Path, spec: CrewSpec, plan: QuantPlan, crew: Crew, say: Say):
+        self.config, self.work, self.spec, self.plan, self.crew, self.say = config, work, spec, plan, crew, say
         self.lanes = [range(*lane) for lane in spec.lanes]
         count = min(crew.workers, len(self.lanes))
-        bounds = [worker * len(self.lanes) // count for worker in range(count + 1)]
+        bounds = [worker * len(self.lanes) // max(1, count) for worker in range(count + 1)]
         self.spans = [(bounds[worker], bounds[worker + 1]) for worker in range(count)]
         self.shares = [[number for lane in self.lanes[start:stop] for number in lane] for start, stop in self.spans]
         self.started = time.monotonic()
@@ -239,19 +253,22 @@ class _Stages:
         (self.work / "activations" / f"{index:04d}").mkdir(parents=True, exist_ok=True)
         (self.work / "activations" / f"{index:04d}" / "complete").touch()
 
+    def _block_file(self, index: int) -> Path:
+        return self.work / "blocks" / f"{index:04d}" / BLOCK
+
     def block(self, index: int, blocks: int) -> None:
         """Bring a block to its end, wherever it stands."""
-        done = self.work / "blocks" / f"{index:04d}" / BLOCK
-        if done.is_file() and (index >= blocks or self._ready(index + 1) or (self.work / "blocks" / f"{index + 1:04d}" / BLOCK).is_file()):
+        done = self._block_file(index)
+        if done.is_file() and (not self.lanes or index >= blocks or self._ready(index + 1) or self._block_file(index + 1).is_file()):
             return
         began = time.monotonic()
         if self.first is None:
             self.first = index
-        if not self._ready(index):
+        if self.lanes and not self._ready(index):
             self._restore(index)
         if not done.is_file():
             self._solve(index, done)
-        if index < blocks:
+        if self.lanes and index < blocks:
             self.crew.propagate(index, self.shares)
             self._complete(index + 1)
             shutil.rmtree(self.work / "activations" / f"{index:04d}", ignore_errors=True)
@@ -269,20 +286,30 @@ class _Stages:
 
     def _solve(self, index: int, done: Path) -> None:
         shutil.rmtree(done.parent, ignore_errors=True)
-        groups, handles = self.crew.collect(index, self.spans)
+        groups, handles = self.crew.collect(index, self.spans) if self.lanes else (self._lone_groups(index), {})
         units = self._units(index, groups)
         numbers = {unit.name: number for number, unit in enumerate(units)}
-        owned = [
-            [(numbers[unit.name], unit) for unit in part] for part in assign(units, self.crew.workers, self.config.options.refine)
-        ]
+        owned = [[(numbers[unit.name], unit) for unit in part] for part in assign(units, self.crew.workers, self.config.options.refine)]
         parts = self.crew.solve(index, owned, handles, self.config.method, self.config.options)
         done.parent.mkdir(parents=True, exist_ok=True)
         write_json(done, {"parts": sorted(part["part"] for part in parts), "state_bytes": sum(part["state_bytes"] for part in parts)})
 
+    def _lone_groups(self, index: int) -> list[InputGroup]:
+        """Every weight a group of its own: without rows nobody shares an input."""
+        inside = f"{self.prefix}{index}." if index < len(self._meta) else ""
+        found: list[InputGroup] = []
+        for entry in self.plan.entries:
+            if entry.name.startswith(inside) if inside else not entry.name.startswith(self.prefix):
+                name = entry.name.removeprefix(inside)
+                experts = entry.shape[0] if len(entry.shape) == 3 else 0
+                found.append(InputGroup(name=name, members=(name,), width=entry.shape[-1], experts=experts))
+        return found
+
     def _units(self, index: int, groups: Sequence[InputGroup]) -> list[Unit]:
-        if index < len(self._meta):
-            return make_units(self._meta[index], groups)
-        return make_units(meta_model(Path(self.spec.folder)), groups)
+        # A method that folds factors into a block's other weights needs all of them in one place.
+        together = METHODS[self.config.method].choose is not None
+        block = self._meta[index] if index < len(self._meta) else meta_model(Path(self.spec.folder))
+        return make_units(block, groups, together=together)
 
     def _report(self, index: int, blocks: int, began: float) -> None:
         assert self.first is not None
@@ -320,7 +347,7 @@ def summarize(config: CalibrateConfig, work: Path, run: Mapping[str, Any], plan:
     if len(records) != sum(planned.values()):
         raise DataError(f"{len(records)} weights were quantized, {sum(planned.values())} were planned", where=str(work))
     fallbacks = [record for record in records if record["method"] != record["asked"]]
-    starved = [record for record in records if record["tokens"] < record["shape"][1]]
+    starved = [record for record in records if record["tokens"] < record["shape"][1]] if run["samples"] else []
     state_bytes = sum(json.loads(path.read_text())["state_bytes"] for path in (work / "blocks").glob("*/block.json"))
     return {
         "model": config.model,
@@ -334,7 +361,7 @@ def summarize(config: CalibrateConfig, work: Path, run: Mapping[str, Any], plan:
         "fallback_reasons": {reason: sum(r["reason"] == reason for r in fallbacks) for reason in sorted({r["reason"] for r in fallbacks})},
         "starved": len(starved),
         "starved_share": len(starved) / len(records),
-        "untouched": sum(record["tokens"] == 0 for record in records),
+        "untouched": sum(record["tokens"] == 0 for record in records) if run["samples"] else 0,
         "damping_raised": sum(record["retries"] > 0 for record in records),
         "error_before": _mean([record["error_before"] for record in records]),
         "error_after": _mean([record["error_after"] for record in records]),

@@ -68,22 +68,37 @@ def read_texts(data: TextData) -> Iterator[str]:
 
 def make_samples(texts: Iterable[str], tokenizer: Any, data: TextData) -> Samples:
     """Tokenize and window texts. DataError when not one sample comes out."""
-    made = _packed(texts, tokenizer, data) if data.mode == "packed" else _rows(texts, tokenizer, data)
+    return window((tokenize(text, tokenizer, data) for text in texts), tokenizer.eos_token_id, data)
+
+
+def tokenize(text: str, tokenizer: Any, data: TextData) -> list[int]:
+    """Token ids of one text: packed ones without special tokens and no further than all samples need, rows as the tokenizer gives them."""
+    if data.mode == "rows":
+        found: list[int] = tokenizer(text)["input_ids"]
+        return found
+    ids: list[int] = []
+    for piece in _pieces(text):
+        ids += tokenizer(piece, add_special_tokens=False)["input_ids"]
+        if len(ids) >= data.samples * data.length:
+            break
+    return ids
+
+
+def window(token_lists: Iterable[Sequence[int]], eos: int | None, data: TextData) -> Samples:
+    """Samples of tokenized texts, in order; stops reading when there are enough. DataError when not one sample comes out."""
+    made = _packed(token_lists, eos, data) if data.mode == "packed" else _rows(token_lists, data)
     if not made.tokens:
         raise DataError(f"gives no window of {data.length} tokens", where=data.location, remedy="give more text or a smaller length")
     return made
 
 
-def _packed(texts: Iterable[str], tokenizer: Any, data: TextData) -> Samples:
+def _packed(token_lists: Iterable[Sequence[int]], eos: int | None, data: TextData) -> Samples:
     wanted = data.samples * data.length
     stream: list[int] = []
-    for text in texts:
-        if stream and tokenizer.eos_token_id is not None:
-            stream.append(tokenizer.eos_token_id)
-        for piece in _pieces(text):
-            stream += tokenizer(piece, add_special_tokens=False)["input_ids"]
-            if len(stream) >= wanted:
-                break
+    for ids in token_lists:
+        if stream and eos is not None:
+            stream.append(eos)
+        stream += ids
         if len(stream) >= wanted:
             break
     full = min(len(stream), wanted) // data.length
@@ -106,17 +121,16 @@ def _pieces(text: str) -> Iterator[str]:
         start = stop
 
 
-def _rows(texts: Iterable[str], tokenizer: Any, data: TextData) -> Samples:
+def _rows(token_lists: Iterable[Sequence[int]], data: TextData) -> Samples:
     tokens: list[tuple[int, ...]] = []
     cut = 0
-    for text in texts:
-        if len(tokens) == data.samples:
-            break
-        ids = tokenizer(text)["input_ids"]
-        if not ids:
+    for ids in token_lists:
+        if not len(ids):
             continue
         cut += len(ids) > data.length
         tokens.append(tuple(ids[: data.length]))
+        if len(tokens) == data.samples:
+            break
     return Samples(tokens=tuple(tokens), cut=cut, short=len(tokens) < data.samples)
 
 

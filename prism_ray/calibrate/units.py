@@ -1,10 +1,11 @@
 """Units of solving: what one owner quantizes at a time, who owns it, and how its planes are kept on disk.
 
-A unit is an input group of Linear modules, or a run of experts of one fused projection. Owners are chosen greedily by cost, the dearest unit first, each to the worker with the
+A unit is an input group of Linear modules, or a run of experts of one fused projection; for a method that chooses factors to fold it is the whole block, because a weight is then rounded
+under factors that other units' statistics have chosen. Owners are chosen greedily by cost, the dearest unit first, each to the worker with the
 least so far (longest processing time first). Cost: I^3 / 3 for the factor and 2 O I^2 (1 + refine) for the sweep and its refinements, in multiplications, an expert each.
 
 A solved unit is one safetensors file with `<weight>.codes`, `.scales`, `.tensor_scale` and, where the format has one, `.divisor`; experts are stored by
-their number, `<weight>.<expert>`. Its records lie beside it as JSON.
+their number, `<weight>.<expert>`. Plain tensors of the block that factors were folded into are `plain.<parameter>`. Its records lie beside it as JSON.
 """
 
 from __future__ import annotations
@@ -28,16 +29,21 @@ from prism_ray.formats.spec import FORMATS
 from prism_ray.formats.tensor import QuantTensor
 from prism_ray.hessian.capture import InputGroup
 from prism_ray.hessian.state import GramState
-from prism_ray.quantizers.base import Member, QuantizerOptions, TensorRecord
+from prism_ray.quantizers.base import Factors, Member, QuantizerOptions, TensorRecord
 from prism_ray.quantizers.methods import METHODS
 
 EXPERTS_AT_ONCE = 8
 """Experts swept side by side: their float32 copies and factors are in memory together."""
+PLAIN = "plain."
+"""What the name of a plain tensor begins with in a part file; no weight below a block is called so."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Unit:
-    """members: weight paths below the block (for experts the fused parameter). rows: output rows of all members. experts: numbers of the experts, empty for Linear modules."""
+    """members: weight paths below the block (for experts the fused parameter). rows: output rows of all members. experts: numbers of the experts, empty for Linear modules.
+
+    parts: units that are solved together, empty for one that is solved alone.
+    """
 
     name: str
     group: str
@@ -45,20 +51,25 @@ class Unit:
     width: int
     rows: int
     experts: tuple[int, ...] = ()
+    parts: tuple[Unit, ...] = ()
 
     @property
     def keys(self) -> list[str]:
         """Keys of the states it needs."""
+        if self.parts:
+            return [key for part in self.parts for key in part.keys]
         return [f"{self.group}.{expert}" for expert in self.experts] if self.experts else [self.group]
 
     def cost(self, refine: int) -> float:
         """Multiplications of its solve."""
+        if self.parts:
+            return sum(part.cost(refine) for part in self.parts)
         one = self.width**3 / 3 + 2 * self.rows * self.width**2 * (1 + refine)
         return one * max(1, len(self.experts))
 
 
-def make_units(block: nn.Module, groups: Sequence[InputGroup]) -> list[Unit]:
-    """Units of a block in module order; experts in runs of EXPERTS_AT_ONCE."""
+def make_units(block: nn.Module, groups: Sequence[InputGroup], *, together: bool = False) -> list[Unit]:
+    """Units of a block in module order; experts in runs of EXPERTS_AT_ONCE. together: one unit of them all."""
     units: list[Unit] = []
     for group in groups:
         rows = sum(weight_of(block, name, 0 if group.experts else None).shape[0] for name in group.members)
@@ -68,7 +79,11 @@ def make_units(block: nn.Module, groups: Sequence[InputGroup]) -> list[Unit]:
             run = tuple(range(start, min(start + EXPERTS_AT_ONCE, group.experts)))
             name = f"{group.name}.{run[0]}-{run[-1]}"
             units.append(Unit(name=name, group=group.name, members=group.members, width=group.width, rows=rows, experts=run))
-    return units
+    if not together or not units:
+        return units
+    members = tuple(dict.fromkeys(name for unit in units for name in unit.members))
+    width, rows = max(unit.width for unit in units), sum(unit.rows for unit in units)
+    return [Unit(name="block", group="", members=members, width=width, rows=rows, parts=tuple(units))]
 
 
 def assign(units: Sequence[Unit], workers: int, refine: int) -> list[list[Unit]]:
@@ -94,20 +109,24 @@ def weight_of(block: nn.Module, name: str, expert: int | None) -> Tensor:
 
 
 def solve(
-    unit: Unit, block: nn.Module, prefix: str, formats: Mapping[str, str], states: Mapping[str, GramState], method: str, options: QuantizerOptions
+    unit: Unit,
+    block: nn.Module,
+    prefix: str,
+    formats: Mapping[str, str],
+    states: Mapping[str, GramState],
+    method: str,
+    options: QuantizerOptions,
+    factors: Mapping[str, Factors] | None = None,
 ) -> list[tuple[str, QuantTensor, TensorRecord]]:
     """Quantize a unit: (weight name below the block, planes, record), experts as `name.<expert>`.
 
     prefix: the block's path, for names in records. formats: format name of each weight path below the block. states: by key; a missing one is an
-    expert that no row reached.
+    expert that no row reached. factors: what is folded into each weight, by the names of the answer; none where one is missing.
     """
-    chosen = METHODS[method]
+    chosen, factors = METHODS[method], factors or {}
     if not unit.experts:
-        amax = _shared_amax(unit, block, formats)
-        members = [
-            Member.of(f"{prefix}.{name}" if prefix else name, weight_of(block, name, None), FORMATS[formats[name]], amax.get(name))
-            for name in unit.members
-        ]
+        amax = _shared_amax(unit, block, formats, factors)
+        members = [_member(block, prefix, name, None, formats[name], factors, amax.get(name)) for name in unit.members]
         # Members of one input may have several formats: each format is solved by itself.
         out: list[tuple[str, QuantTensor, TensorRecord]] = []
         for spec in dict.fromkeys(member.spec for member in members):
@@ -117,28 +136,41 @@ def solve(
             out += [(name, tensor, record) for name, (tensor, record) in zip(names, solved, strict=True)]
         return out
     (name,) = unit.members
-    spec = FORMATS[formats[name]]
     groups = [
-        ([Member.of(f"{prefix}.{name}.{expert}", weight_of(block, name, expert), spec)], states.get(f"{unit.group}.{expert}"))
-        for expert in unit.experts
+        ([_member(block, prefix, name, expert, formats[name], factors)], states.get(f"{unit.group}.{expert}")) for expert in unit.experts
     ]
     batches = chosen.batch(groups, options) if chosen.batch else [chosen.run(members, stats, options) for members, stats in groups]
     return [(f"{name}.{expert}", *batch[0]) for expert, batch in zip(unit.experts, batches, strict=True)]
 
 
-def _shared_amax(unit: Unit, block: nn.Module, formats: Mapping[str, str]) -> dict[str, Tensor]:
+def _member(
+    block: nn.Module, prefix: str, name: str, expert: int | None, chosen: str, factors: Mapping[str, Factors], amax: Tensor | None = None
+) -> Member:
+    below = name if expert is None else f"{name}.{expert}"
+    return Member.of(
+        f"{prefix}.{below}" if prefix else below, _folded(block, name, expert, factors), FORMATS[chosen], amax, factors.get(below)
+    )
+
+
+def _folded(block: nn.Module, name: str, expert: int | None, factors: Mapping[str, Factors]) -> Tensor:
+    weight = weight_of(block, name, expert)
+    folded = factors.get(name if expert is None else f"{name}.{expert}")
+    return weight if folded is None else folded.fold(weight)
+
+
+def _shared_amax(unit: Unit, block: nn.Module, formats: Mapping[str, str], factors: Mapping[str, Factors]) -> dict[str, Tensor]:
     """Maximum of what each member is served with, wherever in the block that is (field case FMT-05)."""
     amax: dict[str, Tensor] = {}
     for group in fused_groups(formats):
         if len(group) > 1 and set(group) & set(unit.members) and FORMATS[formats[group[0]]].has_tensor_scale:
-            largest = torch.stack([weight_of(block, name, None).abs().amax().float() for name in group]).amax()
+            largest = torch.stack([_folded(block, name, None, factors).abs().amax().float() for name in group]).amax()
             amax |= dict.fromkeys(group, largest)
     return amax
 
 
-def write_part(path: Path, solved: Sequence[tuple[str, QuantTensor, TensorRecord]]) -> None:
-    """Write a unit's planes and records, each whole or not at all; the records last."""
-    tensors: dict[str, Tensor] = {}
+def write_part(path: Path, solved: Sequence[tuple[str, QuantTensor, TensorRecord]], plain: Mapping[str, Tensor] | None = None) -> None:
+    """Write a unit's planes, the plain tensors that come with them, and its records, each file whole or not at all; the records last."""
+    tensors = {f"{PLAIN}{name}": tensor.contiguous() for name, tensor in (plain or {}).items()}
     for name, tensor, _ in solved:
         parts = {"codes": tensor.codes, "scales": tensor.scales, "tensor_scale": tensor.tensor_scale, "divisor": tensor.divisor}
         tensors |= {f"{name}.{part}": value.contiguous() for part, value in parts.items() if value is not None}
@@ -182,6 +214,15 @@ def read_planes(folder: Path, formats: Mapping[str, str]) -> dict[str, QuantTens
     return planes
 
 
+def read_plain(folder: Path) -> dict[str, Tensor]:
+    """Plain tensors that a block's solve has changed, by parameter path below it."""
+    plain: dict[str, Tensor] = {}
+    for path in sorted(folder.glob("part-*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            plain |= {name.removeprefix(PLAIN): file.get_tensor(name) for name in file.keys() if name.startswith(PLAIN)}  # noqa: SIM118 - as above
+    return plain
+
+
 def _tensor(tensors: Mapping[str, Tensor], name: str, chosen: str) -> QuantTensor:
     return QuantTensor(
         codes=tensors[f"{name}.codes"],
@@ -193,8 +234,10 @@ def _tensor(tensors: Mapping[str, Tensor], name: str, chosen: str) -> QuantTenso
 
 
 @torch.no_grad()
-def apply_planes(block: nn.Module, planes: Mapping[str, QuantTensor]) -> None:
-    """Put the dequantized weights in the place of a block's own, in their dtype."""
+def apply_planes(block: nn.Module, planes: Mapping[str, QuantTensor], plain: Mapping[str, Tensor] | None = None) -> None:
+    """Put the dequantized weights, and the plain tensors that were changed with them, in the place of a block's own, in their dtype."""
+    for name, value in (plain or {}).items():
+        block.get_parameter(name).copy_(value)
     for name, tensor in planes.items():
         parent = block.get_submodule(name.rpartition(".")[0])
         held = getattr(parent, name.rpartition(".")[2])

@@ -21,15 +21,19 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from prism_ray.calibrate.fold import Folding, fold_block
 from prism_ray.calibrate.skeleton import Skeleton
 from prism_ray.calibrate.text import Chunk
-from prism_ray.calibrate.units import Unit, apply_planes, make_units, read_planes, solve, write_part
+from prism_ray.calibrate.units import Unit, apply_planes, make_units, read_plain, read_planes, solve, write_part
 from prism_ray.core.errors import DataError, ModelError
 from prism_ray.core.files import atomic_path
+from prism_ray.formats.tensor import QuantTensor
 from prism_ray.hessian.capture import Capture, InputGroup, NonFinite
 from prism_ray.hessian.state import GramState, lane_nodes, reduce_lanes
-from prism_ray.quantizers.base import QuantizerOptions
+from prism_ray.quantizers.base import QuantizerOptions, TensorRecord
+from prism_ray.quantizers.methods import METHODS
 
+CHUNKS = "chunks.safetensors"
 Node = tuple[int, int]
 NodeStates = dict[Node, dict[str, GramState]]
 
@@ -53,7 +57,11 @@ def write_chunks(path: Path, chunks: Sequence[Chunk]) -> None:
     """Store chunks in one file."""
     tensors: dict[str, Tensor] = {}
     for chunk in chunks:
-        tensors |= {f"{chunk.index}.input_ids": chunk.input_ids, f"{chunk.index}.mask": chunk.mask, f"{chunk.index}.first": torch.tensor(chunk.first)}
+        tensors |= {
+            f"{chunk.index}.input_ids": chunk.input_ids,
+            f"{chunk.index}.mask": chunk.mask,
+            f"{chunk.index}.first": torch.tensor(chunk.first),
+        }
     with atomic_path(path) as temporary:
         save_file(tensors, str(temporary))
 
@@ -71,11 +79,17 @@ class BlockWorker:
     """folder: the model. work: the work folder, which every worker sees. formats: format name of each planned weight, by path in the model."""
 
     def __init__(
-        self, folder: Path | str, work: Path | str, dtype: torch.dtype, formats: Mapping[str, str], lanes: Sequence[range], dropped: Sequence[int] = ()
+        self,
+        folder: Path | str,
+        work: Path | str,
+        dtype: torch.dtype,
+        formats: Mapping[str, str],
+        lanes: Sequence[range],
+        dropped: Sequence[int] = (),
     ):
         self.work = Path(work)
         self.skeleton = Skeleton(folder, dtype)
-        self.chunks = read_chunks(self.work / "chunks.safetensors")
+        self.chunks = read_chunks(self.work / CHUNKS)
         self.lanes = list(lanes)
         self.dropped = set(dropped)
         self._formats = dict(formats)
@@ -191,7 +205,9 @@ class BlockWorker:
         assert self.block is not None
         kept = self.kept(self.chunks[chunk.index]).tolist()
         for row, original in enumerate(kept):
-            alone = Chunk(index=chunk.index, first=chunk.first + original, input_ids=chunk.input_ids[row : row + 1], mask=chunk.mask[row : row + 1])
+            alone = Chunk(
+                index=chunk.index, first=chunk.first + original, input_ids=chunk.input_ids[row : row + 1], mask=chunk.mask[row : row + 1]
+            )
             try:
                 with Capture(self.block, list(self.formats_of(index))) as capture, torch.no_grad(), capture.batch(alone.mask):
                     self._forward(index, alone, hidden[row : row + 1])
@@ -204,26 +220,55 @@ class BlockWorker:
         return make_units(self.open(index), groups)
 
     def solve(
-        self, index: int, units: Sequence[tuple[int, Unit]], states: Mapping[Node, Mapping[str, GramState]], method: str, options: QuantizerOptions
+        self,
+        index: int,
+        units: Sequence[tuple[int, Unit]],
+        states: Mapping[Node, Mapping[str, GramState]],
+        method: str,
+        options: QuantizerOptions,
     ) -> list[dict[str, Any]]:
         """Merge the states of units, quantize them, write their parts (numbered); a summary a unit."""
         block = self.open(index)
+        folding = self._folding(index, [part for _, unit in units for part in unit.parts or (unit,)], states, method, options)
         folder = self.work / "blocks" / f"{index:04d}"
         folder.mkdir(parents=True, exist_ok=True)
         done: list[dict[str, Any]] = []
         for number, unit in units:
-            merged = {key: merge(states, key, len(self.lanes)) for key in unit.keys}
-            present = {key: state for key, state in merged.items() if state is not None}
-            solved = solve(unit, block, self.prefix(index), self.formats_of(index), present, method, options)
+            solved: list[tuple[str, QuantTensor, TensorRecord]] = []
+            held = 0
+            for part in unit.parts or (unit,):
+                merged = {key: merge(states, key, len(self.lanes)) for key in part.keys}
+                present = {key: state for key, state in merged.items() if state is not None}
+                solved += solve(part, block, self.prefix(index), self.formats_of(index), present, method, options, folding.factors)
+                held += sum(state.nbytes for state in present.values())
             path = folder / f"part-{number:04d}.safetensors"
-            write_part(path, solved)
-            done.append({"part": path.name, "weights": len(solved), "state_bytes": sum(state.nbytes for state in present.values())})
+            write_part(path, solved, folding.plain if number == units[0][0] else None)
+            done.append({"part": path.name, "weights": len(solved), "state_bytes": held})
         return done
+
+    def _folding(
+        self, index: int, units: Sequence[Unit], states: Mapping[Node, Mapping[str, GramState]], method: str, options: QuantizerOptions
+    ) -> Folding:
+        """Factors of a block's weights where the method chooses any; the places for them are tried on the first sample."""
+        if METHODS[method].choose is None:
+            return Folding()
+        chunk = next(chunk for number in range(len(self.chunks)) if (chunk := self.part(number)) is not None)
+        alone = Chunk(index=chunk.index, first=chunk.first, input_ids=chunk.input_ids[:1], mask=chunk.mask[:1])
+        hidden = self.hidden(index, chunk.index)[:1]
+
+        def run() -> Tensor:
+            return self._forward(index, alone, hidden)[alone.mask]
+
+        def stats(key: str) -> GramState | None:
+            return merge(states, key, len(self.lanes))
+
+        return fold_block(self.open(index), self.prefix(index), units, self.formats_of(index), stats, run, method, options)
 
     def propagate(self, index: int, numbers: Sequence[int]) -> None:
         """Write the next block's inputs of chunks, through the quantized block."""
         block = self.open(index)
-        apply_planes(block, read_planes(self.work / "blocks" / f"{index:04d}", self.formats_of(index)))
+        folder = self.work / "blocks" / f"{index:04d}"
+        apply_planes(block, read_planes(folder, self.formats_of(index)), read_plain(folder))
         for number in numbers:
             if (chunk := self.part(number)) is not None:
                 self._store(index + 1, number, self.skeleton.run(chunk, self.hidden(index, number)))
@@ -251,6 +296,8 @@ def _plus(left: GramState | None, right: GramState | None) -> GramState | None:
 
 def merge(states: Mapping[Node, Mapping[str, GramState]], key: str, lanes: int) -> GramState | None:
     """The state of a key over all lanes; None where no row reached it. DataError when a lane is missing or there twice (field cases CAL-05, CAL-06)."""
+    if not lanes:
+        return None
     width = next((found[key].width for found in states.values() if key in found), None)
     if width is None:
         reduce_lanes({node: GramState(width=1) for node in states}, lanes)

@@ -9,7 +9,7 @@ import typer
 
 from prism_ray import __version__
 from prism_ray.cli import drift, local, merge, package, plan, quantize, sweep, train
-from prism_ray.core.errors import EXIT_FAILED, EXIT_OK, EXIT_USER_ERROR, PrismError, SweepFailed
+from prism_ray.core.errors import EXIT_FAILED, EXIT_OK, EXIT_USER_ERROR, CalibrationFailed, PrismError, SweepFailed
 
 app = typer.Typer(name="prism-ray", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 app.command("quantize")(quantize.quantize)
@@ -29,13 +29,16 @@ def version() -> None:
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code: 0, 1 for a sweep that failed, 2 for bad input."""
+    """Run the command line and return its exit code: 0, 1 for a sweep or calibration that failed its limits, 2 for bad input."""
     try:
         # Typer's own runner would print a traceback for a PrismError; standalone mode off hands exceptions and codes back.
         code = app(list(sys.argv[1:] if arguments is None else arguments), standalone_mode=False)
         return code if isinstance(code, int) else EXIT_OK
     except SweepFailed as error:
         print(f"sweep failed: {error}", file=sys.stderr, flush=True)
+        return EXIT_FAILED
+    except CalibrationFailed as error:
+        print(f"calibration failed: {error}", file=sys.stderr, flush=True)
         return EXIT_FAILED
     except PrismError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)

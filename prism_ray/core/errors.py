@@ -78,6 +78,10 @@ class SweepFailed(PrismError):
     """A sweep ended with fewer good trials than required."""
 
 
+class CalibrationFailed(PrismError):
+    """A calibration ended with more fallbacks, starved experts or dropped samples than allowed."""
+
+
 def one_line(error: BaseException) -> str:
     """An exception's text as one line of at most 300 characters."""
     text = " ".join(str(error).split()) or type(error).__name__

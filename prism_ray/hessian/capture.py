@@ -5,7 +5,8 @@ names. *Masks*: `Capture.batch(mask)` says which positions are tokens; padding n
 a forward has its calls numbered, and the window says which count. *Experts*: the fused 3-D experts of transformers are called through the interface that transformers has for it
 (`ALL_EXPERTS_FUNCTIONS`), so that expert e sees exactly its routed rows: its gate_up projection the hidden states, its down projection what comes out of the gate.
 
-A row that is not finite raises NonFinite with the module, at the first module that sees it; the caller knows the sample by its row.
+A row that counts and is not finite raises NonFinite with the module and the sample's place in the batch, at the first module that sees it. The sums of the pass are dropped
+then: modules before that one hold part of the sample (field case CAL-10).
 
 Legend: B batch, T time, I input width, E experts.
 """
@@ -59,7 +60,8 @@ class Capture:
     """
 
     def __init__(self, root: nn.Module, names: Sequence[str], *, window: Window | None = None, steps: Mapping[str, int] | None = None):
-        """steps: calls per forward of each module where it is not 1 (`models.loops.count_calls`); other counts than these are refused."""
+        """steps: calls per forward of each module where it is not 1 (`models.loops.count_calls`), of fused experts under the name of their module; other counts
+        than these are refused."""
         self.window = window or Window()
         self.states: dict[str, GramState] = {}
         self.calls: dict[str, int] = {}
@@ -112,18 +114,21 @@ class Capture:
     @contextmanager
     def batch(self, mask: Tensor) -> Iterator[None]:
         """One forward pass over a batch whose tokens are where mask bool [B, T] is true."""
-        self._mask = mask
+        # An integer mask would select rows by number.
+        self._mask = mask.to(torch.bool)
         self.calls = {}
         try:
             yield
         finally:
             self._mask = None
             self._inputs = []
-        for name, expected in self._steps.items():
-            if name in self.calls and self.calls[name] != expected:
-                raise ModelError(f"was called {self.calls[name]} times in a forward pass, not {expected}", where=name)
-        if not self._steps and (many := [name for name, count in self.calls.items() if count > 1]):
-            raise ModelError(f"is called {self.calls[many[0]]} times in a forward pass", where=many[0], remedy="give the loop's steps")
+        for name, count in self.calls.items():
+            if count != (expected := self._expected(name)):
+                raise ModelError(f"was called {count} times in a forward pass, not {expected}", where=name, remedy="give the loop's steps")
+
+    def _expected(self, name: str) -> int:
+        """Calls of a module in one forward."""
+        return self._steps.get(name, self._steps.get(name.rpartition(".")[0], 1) if name in self._experts else 1)
 
     @property
     def groups(self) -> list[InputGroup]:
@@ -183,20 +188,31 @@ class Capture:
             rows = rows[mask.flatten()]
         return rows.reshape(-1, x.shape[-1])
 
-    def _add(self, key: str, module: str, rows: Tensor, step: int) -> None:
-        steps = self._steps.get(module, 1)
+    def _add(self, key: str, module: str, rows: Tensor, step: int, tokens: Tensor | None = None) -> None:
+        """Count rows [R, I]; tokens: flattened positions [R] of routed rows, default all that the mask holds."""
+        steps = self._expected(module)
         weight = self.window.weight(step, steps)
         offset = self._seen.get(f"{key} {step}", 0)
         self._seen[f"{key} {step}"] = offset + rows.shape[0]
         if weight == 0.0:
             return
-        rows = self.window.rows(rows, step, steps, offset)
         state = self.states.get(key) or GramState(width=rows.shape[-1])
-        state = state.add(rows, weight=weight, step=step)
+        state = state.add(self.window.rows(rows, step, steps, offset), weight=weight, step=step)
         # The sum of magnitudes is finite exactly when every row is (float64 cannot overflow on float32 inputs).
         if state.absolute is not None and not bool(torch.isfinite(state.absolute).all()):
-            raise NonFinite("its input holds NaN or infinity", where=module)
+            raise self._fault(module, rows, tokens)
         self.states[key] = state
+
+    def _fault(self, module: str, rows: Tensor, tokens: Tensor | None) -> NonFinite:
+        """The error for rows of which one is not finite."""
+        assert self._mask is not None
+        self.states.clear()
+        if tokens is None:
+            tokens = self._mask.flatten().nonzero().flatten()
+        bad = int((~torch.isfinite(rows.to(torch.float32))).any(-1).nonzero()[0])
+        # A token of a 4-D input has several rows.
+        place = int(tokens[bad * tokens.shape[0] // rows.shape[0]])
+        return NonFinite("its input holds NaN or infinity", where=module, row=place // self._mask.shape[1])
 
     def experts(self, module: nn.Module, leaf: str, expert: int, rows: Tensor, tokens: Tensor) -> None:
         """Rows [R, I] that an expert's projection `leaf` got for the flattened positions `tokens` [R]; called by `experts_forward`."""
@@ -208,12 +224,17 @@ class Capture:
         self._leader[name] = name
         self._width[name] = rows.shape[-1]
         keep = self._mask.flatten()[tokens]
-        self._add(f"{name}.{expert}", name, rows if bool(keep.all()) else rows[keep], self.calls.get(name, 1) - 1)
+        if not bool(keep.all()):
+            rows, tokens = rows[keep], tokens[keep]
+        self._add(f"{name}.{expert}", name, rows, self.calls.get(name, 1) - 1, tokens)
 
-    def experts_called(self, module: nn.Module) -> None:
-        """Count a call of an experts module."""
+    def experts_called(self, module: nn.Module, positions: int) -> None:
+        """Count a call of an experts module with so many flattened positions."""
         if self._mask is None:
             return
+        if positions != self._mask.numel():
+            what = f"its input of {positions} rows has no place for {list(self._mask.shape)} tokens"
+            raise ModelError(what, where=str(module._prism_name))
         for name in self._experts:
             if name.rpartition(".")[0] == module._prism_name:
                 self.calls[name] = self.calls.get(name, 0) + 1
@@ -229,7 +250,7 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
     first = "gate_up_proj" if module.has_gate else "up_proj"
     out = torch.zeros_like(hidden_states)
     if capture is not None:
-        capture.experts_called(module)
+        capture.experts_called(module, hidden_states.shape[0])
         for leaf in (first, "down_proj"):
             capture._width.setdefault(f"{module._prism_name}.{leaf}", _expert_weight(module, leaf, 0).shape[-1])
     for expert in top_k_index.unique().tolist():

@@ -9,8 +9,8 @@ of a looped model weighs its steps (looped-quantization, App. P). Products of a 
 *Rows instead of a Gram matrix.* While fewer than I / 2 rows were seen the state keeps the rows: exact, and rows * I * 4 bytes instead of I * I * 8. Most experts of a sparse
 MoE never leave this form. The Gram matrix is formed from all kept rows in one product when the limit is passed, or when it is asked for.
 
-*Merging* adds. Addition of two float64 numbers does not depend on their order, so `a + b` and `b + a` are the same bytes; three states are not associative to the
-last bit. A pass that must give the same bytes on any number of workers therefore merges along one fixed tree (`reduce_lanes`): lanes are fixed pieces
+*Merging* adds. Addition of two float64 numbers does not depend on their order, so `a + b` and `b + a` are the same bytes where a matrix is held (kept rows stay in the
+order of the sum, and so does the product made of them); three states are not associative to the last bit. A pass that must give the same bytes on any number of workers therefore merges along one fixed tree (`reduce_lanes`): lanes are fixed pieces
 of the data, a lane's sum is made in sample order by whoever holds it, and node (2k, 2k + 1) of one level is node k of the next.
 
 Legend: R rows, I input width.
@@ -73,7 +73,7 @@ class GramState:
         if other.width != self.width:
             raise DataError(f"states of widths {self.width} and {other.width} cannot be merged")
         if not self.tokens or not other.tokens:
-            return self if self.tokens else other
+            return (self if self.tokens else other)._copy()
         steps = {step: self.steps.get(step, 0) + other.steps.get(step, 0) for step in sorted({*self.steps, *other.steps})}
         assert self.absolute is not None and other.absolute is not None
         merged = replace(
@@ -87,6 +87,11 @@ class GramState:
         if self.gram is None and other.gram is None:
             return merged if 2 * merged.tokens < self.width else _formed(merged)
         return replace(merged, rows=(), gram=self.matrix() + other.matrix())
+
+    def _copy(self) -> GramState:
+        # A sum may be grown with `add`, which must not reach into what the sum was made of.
+        gram, absolute = (None if held is None else held.clone() for held in (self.gram, self.absolute))
+        return replace(self, gram=gram, absolute=absolute)
 
     def matrix(self) -> Tensor:
         """H as float64 [I, I]; zeros without rows. A view of the state where it holds the matrix already."""

@@ -11,7 +11,7 @@ A module that a model calls T times a forward sees T different inputs. With w_t 
 | alpha | alpha | 1 | 1 | all |
 | equal-row | 1 | 1 | 1 | row r of the pass only at step r mod T: as many rows in all as one step has |
 
-With T = 1 every window except `skip-first` and alpha is the plain Hessian, bit for bit; `skip-first` of one step has no rows and is refused.
+With T = 1 every window except `skip-first` is the plain Hessian, bit for bit (the one step is also the last); `skip-first` of one step has no rows and is refused.
 """
 
 from __future__ import annotations

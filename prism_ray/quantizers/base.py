@@ -7,6 +7,9 @@ that are served as one matrix share their tensor scale (field case FMT-05). A qu
 
 and a registry line that says whether it needs statistics. It never falls back silently: a record says which method made the planes and why it is not the asked one.
 
+A method may also *choose* factors that are folded into the model before rounding (AWQ). The pass finds the places where that leaves the model as it is (`calibrate.fold`), asks the method
+once a place, and hands each member its `Factors`.
+
 Errors in a record are relative output errors on the calibration rows, tr((W - Q) H (W - Q)') / tr(W H W'), NaN without rows; `error_before` is that of plain rounding to
 nearest under the same tensor scale.
 
@@ -16,7 +19,7 @@ Legend: E experts, O rows, I columns.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -29,6 +32,7 @@ from prism_ray.core.errors import FormatError
 from prism_ray.formats import e2m1
 from prism_ray.formats.spec import FormatSpec
 from prism_ray.formats.tensor import QuantTensor
+from prism_ray.hessian.factor import dead_columns
 from prism_ray.hessian.state import GramState
 from prism_ray.quantizers.rtn import tensor_scale_for
 
@@ -54,7 +58,7 @@ class TensorRecord:
     """What happened to one weight (one expert of a fused weight).
 
     method: what made the planes; asked: what was asked for; reason: why they differ, or empty. tokens: calibration rows. rank: upper bound of the rank of H: the
-    smaller of rows and live columns. damping, retries, dead: see hessian.factor; NaN and 0 where no factor was made. error_before, error_after, weight_error: relative,
+    smaller of rows and live columns. alpha: exponent of the factors that were folded into the weight's columns, NaN where no factors were chosen. damping, retries, dead: see hessian.factor; NaN and 0 where no factor was made. error_before, error_after, weight_error: relative,
     the last one ||W - Q|| / ||W||. clipped, flushed: blocks whose maximum lies above the largest code; non-zero blocks of which nothing is left.
     """
 
@@ -66,6 +70,7 @@ class TensorRecord:
     reason: str = ""
     tokens: int = 0
     rank: int = 0
+    alpha: float = math.nan
     damping: float = math.nan
     retries: int = 0
     dead: int = 0
@@ -81,38 +86,83 @@ class TensorRecord:
         return self.method != self.asked
 
 
+@dataclass(frozen=True, kw_only=True)
+class Factors:
+    """What is folded into a weight before it is rounded: W * columns * rows[:, None], the two float32 [I] and [O], None for ones.
+
+    columns: factors of its input, chosen with exponent `alpha`. rows: those of what reads its output. reason: why no factors were chosen for its input, or empty.
+    """
+
+    columns: Tensor | None = None
+    rows: Tensor | None = None
+    alpha: float = math.nan
+    reason: str = ""
+
+    def fold(self, weight: Tensor) -> Tensor:
+        """The weight [O, I] to round, in float32."""
+        weight = weight.to(torch.float32)
+        weight = weight if self.columns is None else weight * self.columns
+        return weight if self.rows is None else weight * self.rows[:, None]
+
+    def unfold(self, weight: Tensor) -> Tensor:
+        """Back from `fold`: the weight of the model as it was that does the same."""
+        weight = weight if self.columns is None else weight / self.columns
+        return weight if self.rows is None else weight / self.rows[:, None]
+
+
 Quantized = list[tuple[QuantTensor, TensorRecord]]
 GroupQuantizer = Callable[[Sequence["Member"], GramState | None, QuantizerOptions], Quantized]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """One weight of a group: float [O, I], its format, and the maximum that its tensor scale is made for (its own, or that of what it is served with)."""
+    """One weight of a group: float [O, I], its format, and the maximum that its tensor scale is made for (its own, or that of what it is served with).
+
+    factors: what has been folded into `weight` already.
+    """
 
     name: str
     weight: Tensor
     spec: FormatSpec
     amax: Tensor
+    factors: Factors | None = None
 
     @classmethod
-    def of(cls, name: str, weight: Tensor, spec: FormatSpec, amax: Tensor | None = None) -> Member:
+    def of(cls, name: str, weight: Tensor, spec: FormatSpec, amax: Tensor | None = None, factors: Factors | None = None) -> Member:
         """A member with a checked weight; FormatError for columns that do not divide into blocks and for NaN or infinity."""
         spec.blocks(weight.shape[-1], name)
         weight = weight.detach().to(torch.float32)
         own = weight.abs().amax()
         if not bool(torch.isfinite(own)):
             raise FormatError("weight holds NaN or infinity", where=name, remedy="repair the source checkpoint")
-        return cls(name=name, weight=weight, spec=spec, amax=own if amax is None else torch.maximum(own, amax.to(own)))
+        return cls(name=name, weight=weight, spec=spec, amax=own if amax is None else torch.maximum(own, amax.to(own)), factors=factors)
+
+
+Groups = Callable[[], Iterable[tuple[Sequence[Member], GramState | None]]]
+"""Groups of weights that read one place, made anew at every call: one group's weights and statistics are in memory at a time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """Factors of a place's channels, float32 [P], None for ones; their exponent; why none were chosen, or empty."""
+
+    channels: Tensor | None = None
+    alpha: float = math.nan
+    reason: str = ""
+
+
+Choose = Callable[[Groups, Tensor, QuantizerOptions], Choice]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """A registered quantizer. needs_stats: whether it is of any use without calibration rows. batch: `run` of several groups of one shape at once."""
+    """A registered quantizer. needs_stats: whether it is of any use without calibration rows. batch: `run` of several groups of one shape at once. choose: factors of a place
+    from the groups that read it and, int64 [I], the place's channel behind each of their columns; a block of such a method has one owner."""
 
     run: GroupQuantizer
     needs_stats: bool
     batch: Callable[[Sequence[tuple[Sequence[Member], GramState | None]], QuantizerOptions], list[Quantized]] | None = None
-
+    choose: Choose | None = None
 
 
 def assemble(member: Member, scales: Tensor, values: Tensor) -> QuantTensor:
@@ -120,8 +170,7 @@ def assemble(member: Member, scales: Tensor, values: Tensor) -> QuantTensor:
     spec = member.spec
     tensor_scale, divisor = tensor_scale_for(member.amax, spec)
     step = (spec.grid.decode(scales) * tensor_scale).repeat_interleave(spec.block, -1)
-    inverse = torch.where(step > 0, 1.0 / step, torch.zeros_like(step))
-    codes = spec.codes.round_to_codes(values * inverse)
+    codes = spec.codes.round_to_codes(values / torch.where(step > 0, step, torch.inf))
     return QuantTensor(codes=e2m1.pack(codes), scales=scales, tensor_scale=tensor_scale, format=spec, divisor=divisor)
 
 
@@ -141,12 +190,18 @@ def record(member: Member, tensor: QuantTensor, stats: GramState | None, *, aske
         "asked": asked,
         "method": method,
         "tokens": 0 if stats is None else stats.tokens,
+        "rank": 0 if "rank" in details or stats is None or not stats.tokens else _rank(stats),
         "error_after": output_error(weight, error, stats),
         "weight_error": float(torch.linalg.vector_norm(error, dtype=torch.float64)) / norm if norm else 0.0,
         "clipped": int((block_amax > spec.codes.largest * step * (1 + 2**-20)).sum()),
         "flushed": int(((block_amax > 0) & (left == 0)).sum()),
     }
     return TensorRecord(**(fields | details))  # type: ignore[arg-type]
+
+
+def _rank(stats: GramState) -> int:
+    live = ~dead_columns(stats.matrix(), stats.weight)
+    return min(stats.tokens, int(live.sum()))
 
 
 def output_error(weight: Tensor, error: Tensor, stats: GramState | None) -> float:

@@ -34,7 +34,8 @@ def descend(weight: Tensor, quantized: Tensor, step: Tensor, spec: FormatSpec, g
     columns = weight.shape[-1]
     steps = step.repeat_interleave(spec.block, -1).transpose(-1, -2).contiguous()
     inverse = torch.where(steps > 0, 1.0 / steps, torch.zeros_like(steps))
-    values = quantized.transpose(-1, -2).contiguous()
+    # A clone, because `contiguous` of a single row would be the caller's tensor.
+    values = quantized.transpose(-1, -2).clone(memory_format=torch.contiguous_format)
     pull = torch.bmm(gram, (weight - quantized).transpose(-1, -2))
     pull /= gram.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
     # Rows of H over their diagonal: `pull` stays (R H)_j / H_jj.

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from prism_ray.formats.spec import FormatSpec
-from prism_ray.hessian.factor import Factor, NoFactor, factorize
+from prism_ray.hessian.factor import SMALLEST_SQUARE, Factor, NoFactor, factorize
 from prism_ray.hessian.state import GramState
 from prism_ray.quantizers.base import Member, Quantized, QuantizerOptions, assemble, record
 from prism_ray.quantizers.descent import descend, refit_scales
@@ -34,6 +34,9 @@ from prism_ray.quantizers.rtn import tensor_scale_for
 from prism_ray.quantizers.simple import amax_scales, rounding_error, rtn, searched_scales
 
 PANEL = 128
+IDLE = 2.0**-48
+"""Weight of a dead column, as a part of the mean one, where scales are chosen: its error vanishes in float32 beside that of a live column, and a block of dead
+columns alone is fitted to its weights."""
 
 
 def sweep(weight: Tensor, step: Tensor, spec: FormatSpec, upper: Tensor, *, order: Tensor | None = None) -> Tensor:
@@ -47,14 +50,15 @@ def sweep(weight: Tensor, step: Tensor, spec: FormatSpec, upper: Tensor, *, orde
     if order is not None:
         index = order.unsqueeze(1).expand_as(weight)
         weight, step = weight.gather(-1, index), step.gather(-1, index)
-    # [E, I, O]: a column of all rows lies together.
-    work = weight.transpose(-1, -2).contiguous()
+    # [E, I, O]: a column of all rows lies together. A clone, because `contiguous` of a single row would be the caller's weight.
+    work = weight.transpose(-1, -2).clone(memory_format=torch.contiguous_format)
     steps = step.transpose(-1, -2).contiguous()
-    inverse = torch.where(steps > 0, 1.0 / steps, torch.zeros_like(steps))
+    # Divided, not multiplied by a reciprocal: a tie must go the way that rounding to nearest sends it.
+    divisor = torch.where(steps > 0, steps, torch.inf)
     upper = upper.to(torch.float32)
     for start in range(0, columns, PANEL):
         stop = min(start + PANEL, columns)
-        error = _panel(work[:, start:stop], steps[:, start:stop], inverse[:, start:stop], upper[:, start:stop, start:stop], spec)
+        error = _panel(work[:, start:stop], steps[:, start:stop], divisor[:, start:stop], upper[:, start:stop, start:stop], spec)
         if stop < columns:
             work[:, stop:] -= torch.bmm(upper[:, start:stop, stop:].transpose(1, 2), error)
     swept = work.transpose(-1, -2)
@@ -63,7 +67,7 @@ def sweep(weight: Tensor, step: Tensor, spec: FormatSpec, upper: Tensor, *, orde
     return swept.contiguous()
 
 
-def _panel(work: Tensor, steps: Tensor, inverse: Tensor, upper: Tensor, spec: FormatSpec) -> Tensor:
+def _panel(work: Tensor, steps: Tensor, divisor: Tensor, upper: Tensor, spec: FormatSpec) -> Tensor:
     """Sweep a panel [E, P, O] in place; returns its errors e, same shape."""
     error = torch.empty_like(work)
     nearest = rounder(spec.codes)
@@ -73,7 +77,7 @@ def _panel(work: Tensor, steps: Tensor, inverse: Tensor, upper: Tensor, spec: Fo
         stop = min(start + spec.block, width)
         for column in range(start, stop):
             value = work[:, column]
-            rounded = nearest((value * inverse[:, column]).contiguous()).mul_(steps[:, column])
+            rounded = nearest((value / divisor[:, column]).contiguous()).mul_(steps[:, column])
             torch.sub(value, rounded, out=rounded).div_(diagonal[:, column, None])
             error[:, column] = rounded
             if column + 1 < stop:
@@ -85,8 +89,8 @@ def _panel(work: Tensor, steps: Tensor, inverse: Tensor, upper: Tensor, spec: Fo
 
 @dataclass(frozen=True, kw_only=True)
 class _Solvable:
-    """A group whose factor is there. weight [O, I] and scales uint8 [O, G * width] of all members, one below the other; tensor_scale float32 [O]; metric: mean
-    square of each column, float32 [I]; order: columns in the order of the sweep, of which `factor.upper` is made; mean: damped, in the order of memory."""
+    """A group whose factor is there. weight [O, I] and scales uint8 [O, G * width] of all members, one below the other; tensor_scale float32 [O]; order: columns in the
+    order of the sweep, of which `factor` is made; mean: see `_objective`."""
 
     members: Sequence[Member]
     stats: GramState
@@ -137,20 +141,35 @@ def _prepare(members: Sequence[Member], stats: GramState | None, options: Quanti
         factor = factorize(gram if order is None else gram[order][:, order], stats.weight, damping=options.damping, where=members[0].name)
     except NoFactor as fault:
         return fault.what
-    metric = (gram.diagonal() / stats.weight).to(torch.float32) if options.scales == "hessian" else None
+    mean = _objective(factor, order)
+    squares = (gram.diagonal() / stats.weight).to(torch.float32)
+    dead = factor.dead if order is None else order[factor.dead]
+    squares[dead] = mean.diagonal()[dead]
+    metric = squares if options.scales == "hessian" else None
     scales = [amax_scales(member, options) if options.scales == "amax" else searched_scales(member, options, metric) for member in members]
     factors = [tensor_scale_for(member.amax, member.spec)[0].expand(member.weight.shape[0]) for member in members]
-    back = None if order is None else torch.argsort(order)
     return _Solvable(
         members=members,
         stats=stats,
         factor=factor,
-        mean=(factor.mean if back is None else factor.mean[back][:, back]).to(torch.float32),
+        mean=mean,
         order=order,
         weight=torch.cat([member.weight for member in members]),
         scales=torch.cat(scales),
         tensor_scale=torch.cat(factors),
     )
+
+
+def _objective(factor: Factor, order: Tensor | None) -> Tensor:
+    """The damped mean Gram matrix under which scales and codes are chosen, float32 [I, I] in the order of memory; dead columns weigh IDLE of it."""
+    mean = factor.mean.to(torch.float32)
+    mean.diagonal()[factor.dead] *= IDLE
+    if order is not None:
+        back = torch.argsort(order)
+        mean = mean[back][:, back]
+    # The diagonal is divided by: it may not leave float32's range.
+    mean.diagonal().clamp_(min=SMALLEST_SQUARE)
+    return mean
 
 
 def _solve(groups: Sequence[_Solvable], options: QuantizerOptions) -> list[tuple[Tensor, Tensor]]:
@@ -167,8 +186,8 @@ def _solve(groups: Sequence[_Solvable], options: QuantizerOptions) -> list[tuple
     if not options.refine:
         return list(zip(values, scales, strict=True))
     step = step.clone()
-    inverse = torch.where(step > 0, 1.0 / step, torch.zeros_like(step)).repeat_interleave(spec.block, -1)
-    values = rounder(spec.codes)(values * inverse) * step.repeat_interleave(spec.block, -1)
+    divisor = torch.where(step > 0, step, torch.inf).repeat_interleave(spec.block, -1)
+    values = rounder(spec.codes)(values / divisor) * step.repeat_interleave(spec.block, -1)
     mean = torch.stack([group.mean for group in groups])
     for _ in range(options.refine):
         for place, group in enumerate(groups):

@@ -26,7 +26,7 @@ class Rounder:
         self._values = values
 
     def __call__(self, x: Tensor) -> Tensor:
-        index = torch.bucketize(x, self._boundaries, out_int32=True)
+        index = torch.bucketize(x.contiguous(), self._boundaries, out_int32=True)
         return self._values.index_select(0, index.view(-1)).view(x.shape)
 
 
