@@ -124,11 +124,15 @@ class RayCrew:
         remote = ray.remote(num_cpus=self.config.cpus, num_gpus=self.config.gpus, max_restarts=0, max_task_retries=0)(CalibrationWorker)
         return cast(Any, remote).remote(self.spec, threads)
 
-    def _each(self, what: str, calls: dict[int, Callable[[Any], Any]]) -> dict[int, Any]:
-        """Make one call a worker; those of lost workers again on new ones. Raises the PrismError of a call, or EnvironmentFault."""
+    def _each(self, what: str, method: str, calls: dict[int, tuple[Any, ...]]) -> dict[int, Any]:
+        """Call a method of each worker with its arguments; those of lost workers again on new ones. Raises the PrismError of a call, or EnvironmentFault."""
         answers: dict[int, Any] = {}
         while len(answers) < len(calls):
-            pending = {worker: call(self._actors[worker]) for worker, call in calls.items() if worker not in answers}
+            pending = {
+                worker: getattr(self._actors[worker], method).remote(*arguments)
+                for worker, arguments in calls.items()
+                if worker not in answers
+            }
             for worker, reference in pending.items():
                 try:
                     answers[worker] = ray.get(reference, timeout=self.config.timeout_s)
@@ -169,7 +173,7 @@ class RayCrew:
             self.say(f"a worker was lost during embedding ({one_line(loss)}); embedding again")
             for worker in self._dead():
                 self._replace(worker, "embedding", loss)
-            self._each("embedding", {worker: lambda actor, share=share: actor.embed.remote(share) for worker, share in enumerate(shares)})
+            self._each("embedding", "embed", {worker: (share,) for worker, share in enumerate(shares)})
         except RayTaskError as error:
             cause = unwrap(error)
             raise cause if isinstance(cause, PrismError) else EnvironmentFault(f"embedding failed ({one_line(cause)})") from None
@@ -190,12 +194,8 @@ class RayCrew:
 
     def _gather(self, index: int) -> list[InputGroup]:
         """Collect whatever workers have not collected yet; the groups."""
-        calls = {
-            worker: lambda actor, span=span: actor.collect.remote(index, *span)
-            for worker, span in enumerate(self._spans)
-            if self._collected[worker] != index
-        }
-        found = self._each(f"the statistics of block {index}", calls)
+        calls = {worker: (index, *span) for worker, span in enumerate(self._spans) if self._collected[worker] != index}
+        found = self._each(f"the statistics of block {index}", "collect", calls)
         for worker in found:
             self._collected[worker] = index
         return next((groups for groups in found.values() if groups), [])
@@ -247,8 +247,7 @@ class RayCrew:
         return done
 
     def propagate(self, index: int, shares: Sequence[Sequence[int]]) -> None:
-        calls = {worker: lambda actor, share=share: actor.propagate.remote(index, share) for worker, share in enumerate(shares)}
-        self._each(f"block {index} forward", calls)
+        self._each(f"block {index} forward", "propagate", {worker: (index, share) for worker, share in enumerate(shares)})
 
     def close(self) -> None:
         for actor in self._actors:

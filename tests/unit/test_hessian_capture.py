@@ -207,7 +207,11 @@ class TestRows:
     @pytest.mark.parametrize("shape", [(3, 20, 16), (39, 16), (2, 19, 16)])
     def test_an_input_without_a_place_for_each_token_is_refused_by_name(self, shape):
         model = nn.ModuleDict({"q": nn.Linear(16, 4)})
-        with Capture(model, ["q"]) as capture, pytest.raises(ModelError, match=r"q: its input \[.*\] has no place"), capture.batch(mask_of(20, 20)):
+        with (
+            Capture(model, ["q"]) as capture,
+            pytest.raises(ModelError, match=r"q: its input \[.*\] has no place"),
+            capture.batch(mask_of(20, 20)),
+        ):
             model["q"](torch.zeros(shape))
 
     def test_a_batch_without_tokens_adds_nothing(self):
@@ -231,7 +235,10 @@ class TestRows:
 
     def test_experts_that_get_another_number_of_rows_are_refused(self):
         experts = qwen_experts(hidden=16)
-        with Capture(nn.ModuleDict({"e": experts}), ["e.gate_up_proj"]) as capture, pytest.raises(ModelError, match="e: its input of 7 rows"):
+        with (
+            Capture(nn.ModuleDict({"e": experts}), ["e.gate_up_proj"]) as capture,
+            pytest.raises(ModelError, match="e: its input of 7 rows"),
+        ):
             with capture.batch(mask_of(4, 4)):
                 experts_forward(experts, normal(7, 16), torch.zeros(7, 1, dtype=torch.int64), torch.ones(7, 1))
 
@@ -240,7 +247,10 @@ class TestRows:
         model = tiny_qwen3_moe(num_layers=1)
         use_our_experts(model)
         layer = model.model.layers[0]
-        names = [name for name, module in layer.named_modules() if isinstance(module, nn.Linear)] + ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+        names = [name for name, module in layer.named_modules() if isinstance(module, nn.Linear)] + [
+            "mlp.experts.gate_up_proj",
+            "mlp.experts.down_proj",
+        ]
         with torch.no_grad():
             model.model.embed_tokens.weight[0] *= 50 / model.model.embed_tokens.weight[0].norm()
         samples = [torch.arange(1, 6), torch.arange(30, 50)]
@@ -356,7 +366,10 @@ class TestSteps:
 
     def test_a_module_called_less_often_than_declared_is_refused(self):
         model = Loop(2)
-        with Capture(model, ["first"], steps={"first": 3}) as capture, pytest.raises(ModelError, match="first: was called 2 times .* not 3"):
+        with (
+            Capture(model, ["first"], steps={"first": 3}) as capture,
+            pytest.raises(ModelError, match="first: was called 2 times .* not 3"),
+        ):
             with capture.batch(mask_of(8)):
                 model(normal(1, 8, 64))
 
@@ -399,7 +412,11 @@ class TestNonFinite:
         model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(3)))
         x = normal(3, 6, 16)
         x[2, 3, 7] = bad
-        with torch.no_grad(), Capture(model, ["1", "2"]) as capture, pytest.raises(NonFinite, match="1: its input holds NaN or infinity") as caught:
+        with (
+            torch.no_grad(),
+            Capture(model, ["1", "2"]) as capture,
+            pytest.raises(NonFinite, match="1: its input holds NaN or infinity") as caught,
+        ):
             with capture.batch(mask_of(6, 3, 4, left=left)):
                 model(x)
         assert caught.value.row == 2
@@ -466,7 +483,9 @@ FAMILIES: dict[str, Any] = {
     "mixtral": lambda: fill(MixtralExperts(MixtralConfig(num_local_experts=4, hidden_size=64, intermediate_size=32))),
     "gpt_oss": lambda: fill(GptOssExperts(GptOssConfig(num_local_experts=4, hidden_size=64, intermediate_size=32))),
     "deepseek_v3": lambda: fill(DeepseekV3Experts(DeepseekV3Config(n_routed_experts=4, hidden_size=64, moe_intermediate_size=32))),
-    "deepseek_v4": lambda: fill(DeepseekV4Experts(DeepseekV4Config(n_routed_experts=4, hidden_size=64, moe_intermediate_size=32, num_hidden_layers=2))),
+    "deepseek_v4": lambda: fill(
+        DeepseekV4Experts(DeepseekV4Config(n_routed_experts=4, hidden_size=64, moe_intermediate_size=32, num_hidden_layers=2))
+    ),
 }
 
 
@@ -629,7 +648,9 @@ class TestExperts:
         merged = {key: reduce_lanes({lane: states.get(key) or GramState(width=64) for lane, states in parts.items()}, 4) for key in keys}
         assert sum(state.tokens for state in merged.values()) == 2 * 512
         groups = [([Member.of(key, experts.gate_up_proj[number], FORMATS["nvfp4"])], merged[key]) for number, key in enumerate(keys)]
-        records = [record for ((tensor, record),) in gptq_batch(groups, QuantizerOptions()) if bool(torch.isfinite(tensor.dequantize()).all())]
+        records = [
+            record for ((tensor, record),) in gptq_batch(groups, QuantizerOptions()) if bool(torch.isfinite(tensor.dequantize()).all())
+        ]
         assert len(records) == 8
         assert [record.name for record in records if record.fell_back] == [keys[5]]
         assert (records[5].method, records[5].reason, records[5].tokens, records[5].rank) == ("rtn", "no calibration rows", 0, 0)

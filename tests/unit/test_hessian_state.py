@@ -150,7 +150,11 @@ class TestLanes:
     @pytest.mark.parametrize("lanes", range(1, 10))
     def test_nodes_cover_a_range_once_and_are_the_fewest(self, lanes):
         tree = {
-            (low, min(low + size, lanes)) for power in range(5) for size in (1 << power,) for low in range(0, lanes, size) if size <= tree_size(lanes)
+            (low, min(low + size, lanes))
+            for power in range(5)
+            for size in (1 << power,)
+            for low in range(0, lanes, size)
+            if size <= tree_size(lanes)
         }
         for start, stop in itertools.combinations(range(lanes + 1), 2):
             nodes = lane_nodes(start, stop, lanes)

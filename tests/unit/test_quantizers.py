@@ -157,7 +157,9 @@ class TestSearch:
         low, high, gap = {"e4m3": (0.75, 1.15, 0.0), "e8m0": (0.5, 2.0, 0.0), "bf16": (0.55, 1.06, 0.015 / 0.55 + 2.0**-8)}[spec.grid.name]
         amax = blocks.abs().amax(-1) / factor
         # E8M0's own rounding of the maximum moves its scale by up to a factor of two, so its range starts from that.
-        centre = spec.grid.decode(spec.grid.encode_amax(amax, spec.amax_rule, 6.0)) if spec.grid.name == "e8m0" else amax / spec.codes.largest
+        centre = (
+            spec.grid.decode(spec.grid.encode_amax(amax, spec.amax_rule, 6.0)) if spec.grid.name == "e8m0" else amax / spec.codes.largest
+        )
         data = torch.arange(1, 256, dtype=torch.uint8)[:, None] if spec.grid.width == 1 else self.bfloat16_near(centre)
         tried = 0
         for byte in data[~spec.grid.illegal(data).flatten()]:
@@ -385,7 +387,11 @@ class TestFallback:
         groups = [([Member.of(f"e.{number}", normal(8, 128, seed=number), spec)], stats[number]) for number in range(3)]
         batch = METHODS["gptq"].batch
         assert batch is not None
-        assert [(entry.name, entry.method) for ((_, entry),) in batch(groups, QuantizerOptions())] == [("e.0", "gptq"), ("e.1", "rtn"), ("e.2", "gptq")]
+        assert [(entry.name, entry.method) for ((_, entry),) in batch(groups, QuantizerOptions())] == [
+            ("e.0", "gptq"),
+            ("e.1", "rtn"),
+            ("e.2", "gptq"),
+        ]
         assert batch([], QuantizerOptions()) == []
 
 
