@@ -19,8 +19,8 @@ Legend: E experts, O rows, I columns.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -60,6 +60,7 @@ class TensorRecord:
     method: what made the planes; asked: what was asked for; reason: why they differ, or empty. tokens: calibration rows. rank: upper bound of the rank of H: the
     smaller of rows and live columns. alpha: exponent of the factors that were folded into the weight's columns, NaN where no factors were chosen. damping, retries, dead: see hessian.factor; NaN and 0 where no factor was made. error_before, error_after, weight_error: relative,
     the last one ||W - Q|| / ||W||. clipped, flushed: blocks whose maximum lies above the largest code; non-zero blocks of which nothing is left.
+    steps: calibration rows by loop step, {"0": tokens} for a weight that a forward pass calls once (JSON has no integer keys).
     """
 
     name: str
@@ -79,6 +80,7 @@ class TensorRecord:
     weight_error: float = 0.0
     clipped: int = 0
     flushed: int = 0
+    steps: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def fell_back(self) -> bool:
@@ -190,6 +192,7 @@ def record(member: Member, tensor: QuantTensor, stats: GramState | None, *, aske
         "asked": asked,
         "method": method,
         "tokens": 0 if stats is None else stats.tokens,
+        "steps": {} if stats is None else {str(step): stats.steps[step] for step in sorted(stats.steps)},
         "rank": 0 if "rank" in details or stats is None or not stats.tokens else _rank(stats),
         "error_after": output_error(weight, error, stats),
         "weight_error": float(torch.linalg.vector_norm(error, dtype=torch.float64)) / norm if norm else 0.0,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
@@ -227,7 +229,7 @@ class TestImprovement:
         mean = factorize(stats.matrix(), stats.weight).mean
         costs = [output_error(weight, solved(one, stats, QuantizerOptions(refine=refine))[0], mean) for refine in range(5)]
         allowed = rounding_slack(mean, step_of(one), one.spec)
-        assert all(after <= before + allowed for before, after in zip(costs, costs[1:], strict=False))
+        assert all(after <= before + allowed for before, after in itertools.pairwise(costs))
         assert costs[2] < 0.98 * costs[0], "two passes must bring something"
 
 

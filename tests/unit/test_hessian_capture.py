@@ -148,9 +148,8 @@ class TestHooks:
         with Capture(model, NAMES):
             assert self.count(model) == len(NAMES)
         assert self.count(model) == 0
-        with pytest.raises(RuntimeError, match="stop"), Capture(model, NAMES) as capture, capture.batch(mask_of(5)):
-            model(normal(1, 5, 16))
-            raise RuntimeError("stop")
+        with pytest.raises(RuntimeError, match="shapes"), Capture(model, NAMES) as capture, capture.batch(mask_of(5)):
+            model(normal(1, 5, 17))
         assert self.count(model) == 0
 
     def test_a_capture_that_cannot_be_made_leaves_nothing(self):
@@ -238,9 +237,9 @@ class TestRows:
         with (
             Capture(nn.ModuleDict({"e": experts}), ["e.gate_up_proj"]) as capture,
             pytest.raises(ModelError, match="e: its input of 7 rows"),
+            capture.batch(mask_of(4, 4)),
         ):
-            with capture.batch(mask_of(4, 4)):
-                experts_forward(experts, normal(7, 16), torch.zeros(7, 1, dtype=torch.int64), torch.ones(7, 1))
+            experts_forward(experts, normal(7, 16), torch.zeros(7, 1, dtype=torch.int64), torch.ones(7, 1))
 
     @pytest.mark.parametrize("left", [False, True])
     def test_a_real_moe_model_gives_the_batch_of_one_statistics(self, left):
@@ -360,18 +359,21 @@ class TestSteps:
     def test_a_module_called_more_often_than_declared_is_refused_by_name(self, steps):
         model = Loop(3)
         name = "second" if steps else "first"
-        with Capture(model, ["first", "second"], steps=steps) as capture, pytest.raises(ModelError, match=f"{name}: was called 3 times"):
-            with capture.batch(mask_of(8)):
-                model(normal(1, 8, 64))
+        with (
+            Capture(model, ["first", "second"], steps=steps) as capture,
+            pytest.raises(ModelError, match=f"{name}: was called 3 times"),
+            capture.batch(mask_of(8)),
+        ):
+            model(normal(1, 8, 64))
 
     def test_a_module_called_less_often_than_declared_is_refused(self):
         model = Loop(2)
         with (
             Capture(model, ["first"], steps={"first": 3}) as capture,
             pytest.raises(ModelError, match="first: was called 2 times .* not 3"),
+            capture.batch(mask_of(8)),
         ):
-            with capture.batch(mask_of(8)):
-                model(normal(1, 8, 64))
+            model(normal(1, 8, 64))
 
     def test_a_block_shared_by_two_depths_counts_each_call_once(self):
         shared = nn.Linear(16, 16, bias=False)
@@ -393,10 +395,12 @@ class TestSteps:
             experts_forward(experts, y, index, weights)
         assert close(capture.states["e.gate_up_proj.0"], y)
         assert dict(capture.states["e.down_proj.0"].steps) == {1: 6}
-        with pytest.raises(ModelError, match="e.gate_up_proj: was called 2 times"), torch.no_grad(), Capture(root, names) as capture:
-            with capture.batch(mask_of(6)):
-                experts_forward(experts, x, index, weights)
-                experts_forward(experts, y, index, weights)
+        with (
+            Capture(root, names) as capture,
+            pytest.raises(ModelError, match="e.gate_up_proj: was called 2 times"),
+            capture.batch(mask_of(6)),
+        ):
+            _ = [experts_forward(experts, given, index, weights) for given in (x, y)]
 
     def test_skip_first_of_a_module_called_once_is_refused(self):
         with pytest.raises(ConfigError, match="skip-first"):
@@ -416,9 +420,9 @@ class TestNonFinite:
             torch.no_grad(),
             Capture(model, ["1", "2"]) as capture,
             pytest.raises(NonFinite, match="1: its input holds NaN or infinity") as caught,
+            capture.batch(mask_of(6, 3, 4, left=left)),
         ):
-            with capture.batch(mask_of(6, 3, 4, left=left)):
-                model(x)
+            model(x)
         assert caught.value.row == 2
         assert not capture.states, "the sums hold part of the sample"
 
@@ -459,9 +463,13 @@ class TestNonFinite:
         x = normal(12, 16)
         x[9, 3] = math.nan
         index = torch.arange(12)[:, None] % 4
-        with torch.no_grad(), Capture(nn.ModuleDict({"e": experts}), ["e.gate_up_proj"]) as capture, pytest.raises(NonFinite) as caught:
-            with capture.batch(mask_of(2, 4, 4)):
-                experts_forward(experts, x, index, torch.ones(12, 1))
+        with (
+            torch.no_grad(),
+            Capture(nn.ModuleDict({"e": experts}), ["e.gate_up_proj"]) as capture,
+            pytest.raises(NonFinite) as caught,
+            capture.batch(mask_of(2, 4, 4)),
+        ):
+            experts_forward(experts, x, index, torch.ones(12, 1))
         assert caught.value.row == 2
         assert caught.value.where == "e.gate_up_proj"
 
