@@ -27,6 +27,7 @@ from prism_ray.formats.sources import meta_model
 from prism_ray.models.families import split_head
 from prism_ray.models.load import load_model, load_tokenizer
 from prism_ray.models.source import resolve
+from prism_ray.quantizers.methods import METHODS
 
 RUNS = ",".join(f"{spec}:{method}" for spec in ("nvfp4", "mxfp4", "int4-g64", "int3-g64") for method in ("rtn", "mse", "awq", "gptq"))
 
@@ -79,7 +80,7 @@ def main() -> None:
         row = json.loads(result.read_text())
         print(
             f"{name}: perplexity {row['perplexity']:.3f} (loss se {row['loss_se']:.4f} over {row['windows']} windows), {row['seconds']:.0f} s, "
-            f"output error {row['error_before']:.5f} -> {row['error_after']:.5f}, peak {row['peak_bytes'] / 2**30:.2f} GiB",
+            f"output error {row['error_before']} -> {row['error_after']}, peak {row['peak_bytes'] / 2**30:.2f} GiB",
             flush=True,
         )
 
@@ -89,12 +90,13 @@ def one(
 ) -> dict[str, Any]:
     """Calibrate, then measure the model that a checkpoint of it would hold."""
     policy = QuantPolicy(format=spec)
+    text = TextData(location=str(wiki / "valid.txt"), samples=options.samples, length=options.length)
     config = CalibrateConfig.load(
         {
             "model": options.model,
             "policy": policy,
             "method": method,
-            "data": TextData(location=str(wiki / "valid.txt"), samples=options.samples, length=options.length),
+            "data": text if METHODS[method].needs_stats else None,
             "dtype": "float32",
         }
     ).with_overrides([f"options.{item}" for item in options.option])
