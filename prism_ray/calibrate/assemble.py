@@ -6,7 +6,7 @@ Planes are memory-mapped from the work folder and plain tensors from the source,
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from prism_ray.calibrate.units import read_plain, read_planes, read_records
+from prism_ray.calibrate.whole import stored_formats
 from prism_ray.core.errors import CheckpointError
 from prism_ray.formats.checkpoint import install, save_quantized
 from prism_ray.formats.modules import QuantizedModule
@@ -21,6 +22,7 @@ from prism_ray.formats.policy import QuantPlan
 from prism_ray.formats.sources import TensorSource, load_parameters, meta_model
 from prism_ray.models.families import decoder_layers, split_head
 from prism_ray.models.load import load_tokenizer
+from prism_ray.models.loops import find_loop
 
 
 def quantized_model(folder: Path | str, work: Path | str, plan: QuantPlan, dtype: torch.dtype) -> Any:
@@ -29,20 +31,10 @@ def quantized_model(folder: Path | str, work: Path | str, plan: QuantPlan, dtype
     model = meta_model(folder)
     model.tie_weights()
     formats = {entry.name: entry.format for entry in plan.entries}
-    held = decoder_layers(split_head(model).backbone)
-    path = next(name for name, module in model.named_modules() if module is held)
     changed: dict[str, torch.Tensor] = {}
-    for index in range(len(held) + 1):
-        prefix = f"{path}.{index}." if index < len(held) else ""
-        names = {
-            name.removeprefix(prefix): chosen
-            for name, chosen in formats.items()
-            if (name.startswith(prefix) if prefix else not name.startswith(f"{path}."))
-        }
-        if not names:
-            continue
-        planes = read_planes(Path(work) / "blocks" / f"{index:04d}", names)
-        changed |= {prefix + name: value.to(dtype) for name, value in read_plain(Path(work) / "blocks" / f"{index:04d}").items()}
+    for place, prefix, names in _stages(model, Path(work), formats):
+        planes = read_planes(place, names)
+        changed |= {prefix + name: value.to(dtype) for name, value in read_plain(place).items()}
         for name, tensor in planes.items():
             if not tensor.codes.numel():
                 raise CheckpointError("has no planes in the work folder", where=prefix + name, remedy="run the pass again")
@@ -54,6 +46,25 @@ def quantized_model(folder: Path | str, work: Path | str, plan: QuantPlan, dtype
     _fill(model, source, dtype, changed)
     model.config._experts_implementation = "eager"
     return model.eval()
+
+
+def _stages(model: Any, work: Path, formats: Mapping[str, str]) -> Iterator[tuple[Path, str, dict[str, str]]]:
+    """(folder, prefix of its names, format of each planned weight in it) of every finished stage: a block, or a stage of a looped model."""
+    if find_loop(model) is not None:
+        for place in sorted((work / "blocks").glob("[0-9]*")):
+            yield place, "", stored_formats(place, formats)
+        return
+    held = decoder_layers(split_head(model).backbone)
+    path = next(name for name, module in model.named_modules() if module is held)
+    for index in range(len(held) + 1):
+        prefix = f"{path}.{index}." if index < len(held) else ""
+        names = {
+            name.removeprefix(prefix): chosen
+            for name, chosen in formats.items()
+            if (name.startswith(prefix) if prefix else not name.startswith(f"{path}."))
+        }
+        if names:
+            yield work / "blocks" / f"{index:04d}", prefix, names
 
 
 def _bias(

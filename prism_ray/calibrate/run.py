@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 import torch
 
+import prism_ray.models.looped  # noqa: F401 - registers its family with transformers
 from prism_ray.calibrate.config import CalibrateConfig
 from prism_ray.calibrate.text import Samples, lane_of, make_chunks, make_samples, read_texts
 from prism_ray.calibrate.units import Unit, assign, make_units, read_records
@@ -32,6 +33,7 @@ from prism_ray.formats.policy import QuantPlan, make_plan
 from prism_ray.formats.sources import meta_model
 from prism_ray.hessian.capture import InputGroup
 from prism_ray.models.load import load_tokenizer
+from prism_ray.models.loops import find_loop
 from prism_ray.models.source import resolve
 from prism_ray.quantizers.base import QuantizerOptions
 from prism_ray.quantizers.methods import METHODS
@@ -203,6 +205,17 @@ def _pass(config: CalibrateConfig, work: Path, folder: Path, plan: QuantPlan, ru
         dropped=run["dropped"],
     )
     started = time.monotonic()
+    frame = meta_model(folder)
+    frame.tie_weights()
+    if find_loop(frame) is not None:
+        from prism_ray.calibrate.whole import run_whole  # it writes the same folder, and so imports this module
+
+        if config.data is None:
+            raise ConfigError(
+                "a looped model is quantized on its rollout, which needs calibration text", where="data", remedy="give --data FILE"
+            )
+        run_whole(config, work, folder, plan, run, say, recollect=config.recollect)
+        return _close(config, work, run, plan, started, workers=1)
     crew = hire(spec)
     try:
         stages = _Stages(config, work, spec, plan, crew, say)
@@ -213,7 +226,12 @@ def _pass(config: CalibrateConfig, work: Path, folder: Path, plan: QuantPlan, ru
             stages.block(blocks, blocks)
     finally:
         crew.close()
-    summary = summarize(config, work, run, plan) | {"seconds": round(time.monotonic() - started, 2), "workers": crew.workers}
+    return _close(config, work, run, plan, started, workers=crew.workers)
+
+
+def _close(config: CalibrateConfig, work: Path, run: Mapping[str, Any], plan: QuantPlan, started: float, *, workers: int) -> dict[str, Any]:
+    """Write the summary, then hold it against the limits."""
+    summary = summarize(config, work, run, plan) | {"seconds": round(time.monotonic() - started, 2), "workers": workers}
     write_json(work / "summary.json", summary)
     _judge(config, summary)
     return summary

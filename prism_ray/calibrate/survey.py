@@ -5,9 +5,8 @@ modules and fused experts that the policy's ignore patterns leave; formats play 
 a known family are read for feedback exposure, once for INT4 with a scale a row and once with a scale a group (calibrate.exposure). Other models that call a weight
 more than once have all readings but this one.
 
-*Memory.* Inputs are surveyed in passes over the data whose states together take at most `memory_bytes`; one eigendecomposition takes about four float64 [I, I] beside them. An
-input wider than `max_width`, or whose states alone pass the budget, is read from evenly spaced rows instead: so few that all its steps together have at most max_width rows. n
-in every reading is the rows that it was read from, `tokens` all rows, and `limited` says why they differ.
+*Memory.* As survey_plan says: several passes over the data where the states do not fit one, evenly spaced rows of what is too wide. n in every reading is the rows that it was read from,
+`tokens` all rows, and `limited` says why they differ.
 
 Rows that are not finite stop the survey with the sample's number (field case CAL-10); padding never counts (CAL-07); weights that nothing called, large ones that are no Linear, and
 those that the policy ignores are listed in `left_out` (CAL-04).
@@ -15,53 +14,31 @@ those that the policy ignores are listed in `left_out` (CAL-04).
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 
 from prism_ray.calibrate.advice import advise, measure_exposure
-from prism_ray.calibrate.exposure import ITERATIONS, Quantize, component_linears, round_int
+from prism_ray.calibrate.exposure import Quantize, component_linears, round_int
+from prism_ray.calibrate.survey_plan import Share, SurveyConfig, held_at, passes, planned, share_of, size_of, top_k_of
 from prism_ray.calibrate.survey_result import ExpertReading, LayerReading, Rank, SchemeReading, Survey
-from prism_ray.calibrate.text import Chunk, Samples, TextData, make_chunks
-from prism_ray.core.compute import DtypeName
-from prism_ray.core.config import Config
-from prism_ray.core.errors import ConfigError, DataError, ModelError
-from prism_ray.formats.policy import LARGE_SHARE, QuantPolicy, expert_parameters
+from prism_ray.calibrate.text import Chunk, Samples, make_chunks
+from prism_ray.core.errors import ConfigError, DataError
 from prism_ray.hessian.capture import Capture, InputGroup, NonFinite, use_our_experts
 from prism_ray.hessian.state import GramState
-from prism_ray.hessian.survey import THRESHOLD, Overlap, Slot, Spectrum, StepCapture, Tally, overlap, rank_gain, spectrum
+from prism_ray.hessian.survey import Overlap, Slot, Spectrum, StepCapture, Tally, overlap, rank_gain, spectrum
 from prism_ray.models.families import unwrap
 from prism_ray.models.loops import Batch, LoopSpec, count_calls, find_loop, run_loop
 
 GROUPS = (128, 64, 32, 16)
-"""Group sizes of grouped INT4; a weight takes the largest that divides its columns, and one scale a row where none does."""
+"""Group sizes of grouped INT4; a weight takes the largest that divides its columns and is below them, and one scale a row where none is."""
 NOT_CALLED = "no forward pass called it"
 PROBE_TOKENS = 8
 """Length of the forward pass that tells the groups and the calls."""
-
-
-class SurveyConfig(Config):
-    """model: any source of models.source. steps: recurrence depth of a looped model, its own where None. ignore: globs of modules beside the policy's own.
-
-    exposure_samples: samples for the feedback exposure, 0 for none. radius_iterations: of its spectral radius. max_width, memory_bytes: see the module's docstring.
-    """
-
-    model: str
-    data: TextData
-    steps: int | None = Field(default=None, ge=1)
-    ignore: tuple[str, ...] = ()
-    dtype: DtypeName = "auto"
-    max_width: int = Field(default=2048, ge=2)
-    memory_bytes: int = Field(default=4 * 2**30, ge=2**20)
-    threshold: float = Field(default=THRESHOLD, gt=0.0, lt=1.0)
-    exposure_samples: int = Field(default=8, ge=0)
-    radius_iterations: int = Field(default=ITERATIONS, ge=2)
 
 
 def run_survey(config: SurveyConfig, *, say: Callable[[str], None] = lambda _line: None) -> tuple[Survey, Samples]:
@@ -93,19 +70,19 @@ def survey_model(
         chunks = _halves(samples, config.data.chunk, pad)
         calls, groups, missed = _probe(inner, spec, names, chunks[0][1])
         # A short pass does not route a token to every expert that is a module of its own; fused ones are called as a whole.
-        late = [name for name in missed if isinstance(_held(inner, name), nn.Linear)]
-        groups += [InputGroup(name=name, members=(name,), width=_held(inner, name).in_features) for name in late]
-        left_out += [(name, NOT_CALLED, _size(inner, name)) for name in missed if name not in late]
+        late = [name for name in missed if isinstance(held_at(inner, name), nn.Linear)]
+        groups += [InputGroup(name=name, members=(name,), width=held_at(inner, name).in_features) for name in late]
+        left_out += [(name, NOT_CALLED, size_of(inner, name)) for name in missed if name not in late]
         tokens = sum(map(len, samples))
-        top_k = _top_k(inner)
+        top_k = top_k_of(inner)
         shares = [share_of(group, calls[group.name], tokens, top_k, config) for group in groups]
         layers: dict[str, LayerReading] = {}
         experts: dict[str, list[ExpertReading]] = {}
-        waves = list(_waves(shares, config.memory_bytes))
+        waves = list(passes(shares, config.memory_bytes))
         for number, wave in enumerate(waves, start=1):
             say(f"pass {number} of {len(waves)}: {len(wave)} of {len(shares)} inputs, {len(samples)} samples, {tokens:,} tokens")
             capture = _collect(inner, spec, wave, calls, chunks)
-            left_out += [(name, NOT_CALLED, _size(inner, name)) for name in capture.missed]
+            left_out += [(name, NOT_CALLED, size_of(inner, name)) for name in capture.missed]
             for share in _led(wave, capture):
                 if share.group.experts:
                     experts[share.group.name] = _expert_readings(share, capture, config.threshold)
@@ -126,104 +103,6 @@ def survey_model(
         exposure_samples=len(samples[: config.exposure_samples]) if exposure else 0,
         no_exposure=why,
     )
-
-
-# --- what is surveyed ---
-
-
-def planned(model: nn.Module, ignore: Sequence[str] = ()) -> tuple[list[str], list[tuple[str, str, int]]]:
-    """(Linear modules and fused expert parameters in module order, what is left out as (name, reason, bytes)). ModelError where nothing is left.
-
-    Left out is named where it is a Linear, a fused expert, or any other matrix of more than LARGE_SHARE of the model that the ignore patterns do not name.
-    """
-    policy, extra = QuantPolicy(), tuple(ignore)
-    names: list[str] = []
-    left_out: list[tuple[str, str, int]] = []
-    covered: set[int] = set()
-    for path, module in model.named_modules():
-        found = [(path, module.weight)] if isinstance(module, nn.Linear) else []
-        found += [(f"{path}.{leaf}", getattr(module, leaf)) for leaf in expert_parameters(module)]
-        for name, weight in found:
-            covered.add(id(weight))
-            if policy.format_of(name) is None or any(fnmatch.fnmatch(name, pattern) for pattern in extra):
-                left_out.append((name, "ignored by the policy", weight.numel() * weight.element_size()))
-            else:
-                names.append(name)
-    total = sum(parameter.numel() for parameter in model.parameters())
-    for name, parameter in model.named_parameters():
-        if id(parameter) not in covered and parameter.ndim > 1 and policy.format_of(name.removesuffix(".weight")) is not None:
-            if parameter.numel() > LARGE_SHARE * total:
-                left_out.append((name, "neither a Linear nor fused experts", parameter.numel() * parameter.element_size()))
-    if not names:
-        raise ModelError(
-            "has no full-precision linear weight to survey", where=type(model).__name__, remedy="give the model before quantization"
-        )
-    return names, left_out
-
-
-def _held(model: nn.Module, name: str) -> Any:
-    """The module or parameter of a path."""
-    parent, _, leaf = name.rpartition(".")
-    return getattr(model.get_submodule(parent), leaf)
-
-
-def _size(model: nn.Module, name: str) -> int:
-    held = _held(model, name)
-    weight: Tensor = held.weight if isinstance(held, nn.Module) else held
-    return weight.numel() * weight.element_size()
-
-
-def _top_k(model: Any) -> int | None:
-    config = model.config.get_text_config()
-    found = next((getattr(config, name, None) for name in ("num_experts_per_tok", "experts_per_token", "top_k")), None)
-    return found if isinstance(found, int) else None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Share:
-    """A group's place in memory. limit: rows kept of a step or an expert, None for all, 0 for counts alone. size: bytes at most. reason: of the limit."""
-
-    group: InputGroup
-    calls: int
-    limit: int | None
-    size: int
-    reason: str
-
-
-def share_of(group: InputGroup, calls: int, tokens: int, top_k: int | None, config: SurveyConfig) -> Share:
-    """How a group is read. tokens: in all samples; a group of experts gets top_k rows of each a call, all experts where unknown."""
-    width = group.width
-    slots = group.experts or (calls + 2 if calls > 1 else 2)
-    if group.experts:
-        # Below I / 2 rows a state takes 4 I a row; a Gram matrix of 8 I^2 is made at I / 2, so it is at most 16 I a row.
-        full = min(slots * 8 * width**2, 16 * width * tokens * calls * min(group.experts, top_k or group.experts))
-    else:
-        full = slots * min(8 * width**2, 16 * width * tokens)
-    if width <= config.max_width and full <= config.memory_bytes:
-        return Share(group=group, calls=calls, limit=None, size=full, reason="")
-    steps = group.experts or calls
-    # While a sample is thinned out its old and its new rows are held: 8 bytes a value instead of 4.
-    affordable = config.memory_bytes // (8 * width * steps)
-    limit = min(config.max_width // (1 if group.experts else calls), affordable)
-    cause = f"{width} columns > max_width {config.max_width}" if width > config.max_width else f"its states would take {full:,} bytes"
-    if limit < 2:
-        return Share(group=group, calls=calls, limit=0, size=0, reason=f"{cause}, and not two rows of each fit: counts and traces alone")
-    of = "an expert" if group.experts else "a step"
-    return Share(
-        group=group, calls=calls, limit=limit, size=8 * width * steps * limit, reason=f"{cause}: at most {limit} evenly spaced rows of {of}"
-    )
-
-
-def _waves(shares: Sequence[Share], memory: int) -> Iterator[list[Share]]:
-    """Runs of groups in module order whose states fit together."""
-    wave: list[Share] = []
-    for share in shares:
-        if wave and sum(other.size for other in wave) + share.size > memory:
-            yield wave
-            wave = []
-        wave.append(share)
-    if wave:
-        yield wave
 
 
 # --- forward passes ---
@@ -410,7 +289,7 @@ def _expert_readings(share: Share, capture: StepCapture, threshold: float) -> li
 
 
 def _grouped(weight: Tensor) -> Tensor:
-    return round_int(weight, group=next((size for size in GROUPS if weight.shape[-1] % size == 0), None))
+    return round_int(weight, group=next((size for size in GROUPS if size < weight.shape[-1] and weight.shape[-1] % size == 0), None))
 
 
 SCHEMES: dict[str, tuple[str, Quantize]] = {

@@ -194,9 +194,9 @@ class WholePass:
         """The storage of each weight of a stage, and a copy of what it holds."""
         found: dict[str, tuple[Tensor, Tensor]] = {}
         for name in stage.formats:
-            held = getattr(self.model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
-            weight = held.weight.data if isinstance(held, nn.Module) else held.data
-            found[name] = (weight, weight.clone())
+            held: Any = getattr(self.model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
+            parameter: Any = held.weight if isinstance(held, nn.Module) else held
+            found[name] = (parameter.data, parameter.data.clone())
         return found
 
     def _apply(self, stage: Stage, folder: Path) -> None:
@@ -375,7 +375,9 @@ def run_whole(
 def refuse_recurrence(skeleton: Skeleton, chunk: Chunk) -> None:
     """Raise ModelError for a model that the layer-streamed pass would take for a plain one: one whose forward pass calls a decoder block more than once, or whose blocks share a
     module with weights. Runs the frame without its blocks on the chunk."""
-    layers = decoder_layers(split_head(meta_model(skeleton.source.folder)).backbone)
+    meta = meta_model(skeleton.source.folder)
+    meta.tie_weights()
+    layers = decoder_layers(split_head(meta).backbone)
     where, remedy = type(skeleton.model).__name__, "no family in prism_ray/models/loops.py describes it; add it there"
     owner: dict[int, int] = {}
     for index, block in enumerate(layers):

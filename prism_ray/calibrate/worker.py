@@ -154,9 +154,13 @@ class BlockWorker:
 
     def embed(self, numbers: Sequence[int]) -> int:
         """Write the first block's inputs of chunks; the number of tokens."""
+        from prism_ray.calibrate.whole import refuse_recurrence  # it works on the same folder, and so imports this module
+
         tokens = 0
         for number in numbers:
             if (chunk := self.part(number)) is not None:
+                if not tokens:
+                    refuse_recurrence(self.skeleton, chunk)
                 self._store(0, number, self.skeleton.embed(chunk))
                 tokens += int(chunk.mask.sum())
         return tokens

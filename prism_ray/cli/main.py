@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import typer
 
 from prism_ray import __version__
-from prism_ray.cli import drift, local, merge, package, plan, quantize, sweep, train
+from prism_ray.cli import drift, local, merge, package, plan, quantize, survey, sweep, train
 from prism_ray.core.errors import EXIT_FAILED, EXIT_OK, EXIT_USER_ERROR, CalibrationFailed, PrismError, SweepFailed
 
 app = typer.Typer(name="prism-ray", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
@@ -18,6 +18,7 @@ app.command("merge")(merge.merge)
 app.command("sweep")(sweep.sweep)
 app.command("drift")(drift.drift)
 app.command("plan")(plan.plan)
+app.command("survey")(survey.survey)
 app.command("package")(package.package)
 app.command("local")(local.local)
 

@@ -175,13 +175,16 @@ class Capture:
         return known
 
     def _tokens(self, x: Tensor, name: str) -> Tensor:
-        """Rows [R, I] of the tokens of an input [B, T, ..., I] or [B * T, ..., I]."""
+        """Rows [R, I] of the tokens of an input [B, T, ..., I], [B * T, ..., I] or, with a place for heads, [B, 1, T, I]."""
         assert self._mask is not None
         mask = self._mask
         if x.shape[:2] == mask.shape:
             rows = x.flatten(0, 1)
         elif x.shape[0] == mask.numel():
             rows = x
+        elif x.ndim == 4 and x.shape[1] == 1 and x[:, 0].shape[:2] == mask.shape:
+            # The latent of deepseek's attention, which has one head before it is expanded.
+            rows = x.flatten(0, 2)
         else:
             raise ModelError(f"its input {list(x.shape)} has no place for {list(mask.shape)} tokens", where=name)
         if not bool(mask.all()):

@@ -88,10 +88,13 @@ def spectrum(states: Sequence[GramState], *, threshold: float = THRESHOLD, vecto
         empty = torch.zeros(0, dtype=torch.float64)
         return Spectrum(values=empty, rows=0, width=width, threshold=threshold, basis=empty.reshape(width, 0) if vectors else None)
     x = _rows(kept)
-    if x is not None and x.shape[0] < width:
+    if x is None:
+        gram = _sum(kept)
+    elif x.shape[0] < width:
         gram = x @ x.T
     else:
-        x, gram = None, _sum(kept)
+        # Of the rows themselves in float64: a state's own product is float32.
+        x, gram = None, x.T @ x
     if not vectors:
         found = torch.linalg.eigvalsh(gram).flip(0).clamp(min=0.0)
         return Spectrum(values=found, rows=rows, width=width, threshold=threshold)

@@ -259,9 +259,10 @@ class TestStepCapture:
     def test_not_a_number_is_caught_also_in_rows_that_are_not_kept(self, limits):
         model, x = Twice(), normal(2, 5, 8)
         x[1, 3, 2] = math.nan
-        with torch.no_grad(), StepCapture(model, ["core"], steps={"core": 3}, limits=limits) as capture, pytest.raises(NonFinite) as error:
-            with capture.batch(torch.ones(2, 5, dtype=torch.bool)):
-                model(x)
+        mask = torch.ones(2, 5, dtype=torch.bool)
+        capture = StepCapture(model, ["core"], steps={"core": 3}, limits=limits)
+        with torch.no_grad(), capture, pytest.raises(NonFinite) as error, capture.batch(mask):
+            model(x)
         assert error.value.where == "core" and error.value.row == 1
 
     def test_large_inputs_do_not_overflow(self):
@@ -275,9 +276,9 @@ class TestStepCapture:
         calls = count_calls(model)
         names = ["model.adapter", "model.core.0.mlp.down_proj", "model.coda.0.self_attn.q_proj"]
         ids = torch.randint(0, 200, (2, 9), generator=torch.Generator().manual_seed(0))
-        with torch.no_grad(), StepCapture(model, names, steps={name: calls[name] for name in names}) as capture:
-            with capture.batch(torch.ones(2, 9, dtype=torch.bool)):
-                model(input_ids=ids)
+        capture = StepCapture(model, names, steps={name: calls[name] for name in names})
+        with torch.no_grad(), capture, capture.batch(torch.ones(2, 9, dtype=torch.bool)):
+            model(input_ids=ids)
         assert [sorted(capture.tallies[name]) for name in names] == [[0, 1, 2, 3], [0, 1, 2, 3], [0]]
         # Adapter, step 0: the second half of the input is the prelude's output, the same at every step; the first half is not.
         first, last = (capture.states_of("model.adapter")[step, 0].matrix() for step in (0, 3))
