@@ -1,11 +1,14 @@
 """A finished pass to a checkpoint: the model's frame with planes where the plan has them, plain tensors that the pass has folded factors into, and the source's tensors everywhere else.
 
+The plan's layout says how it is written: compressed-tensors, or gpt-oss's own for a family that holds its experts transposed.
+
 Planes are memory-mapped from the work folder and plain tensors from the source, so the memory is the page cache's, not the process's.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,36 +19,59 @@ from torch import nn
 from prism_ray.calibrate.units import read_plain, read_planes, read_records
 from prism_ray.calibrate.whole import stored_formats
 from prism_ray.core.errors import CheckpointError
+from prism_ray.formats import gpt_oss
 from prism_ray.formats.checkpoint import install, save_quantized
 from prism_ray.formats.modules import QuantizedModule
-from prism_ray.formats.policy import QuantPlan
+from prism_ray.formats.policy import GPT_OSS, QuantPlan
 from prism_ray.formats.sources import TensorSource, load_parameters, meta_model
+from prism_ray.formats.spec import MXFP4
+from prism_ray.formats.tensor import QuantTensor
 from prism_ray.models.families import decoder_layers, split_head
 from prism_ray.models.load import load_tokenizer
 from prism_ray.models.loops import find_loop
 
 
 def quantized_model(folder: Path | str, work: Path | str, plan: QuantPlan, dtype: torch.dtype) -> Any:
-    """The quantized model of a finished work folder. dtype: of what is not quantized. CheckpointError names a planned weight without planes."""
-    source = TensorSource(folder)
-    model = meta_model(folder)
-    model.tie_weights()
-    formats = {entry.name: entry.format for entry in plan.entries}
-    changed: dict[str, torch.Tensor] = {}
-    for place, prefix, names in _stages(model, Path(work), formats):
-        planes = read_planes(place, names)
-        changed |= {prefix + name: value.to(dtype) for name, value in read_plain(place).items()}
-        for name, tensor in planes.items():
-            if not tensor.codes.numel():
-                raise CheckpointError("has no planes in the work folder", where=prefix + name, remedy="run the pass again")
-            install(model, prefix + name, tensor, dtype, bias=_bias(model, source, prefix + name, dtype, changed))
-    if "lm_head" in formats:
+    """The quantized model of a finished work folder. dtype: of what is not quantized. CheckpointError names a planned weight without planes.
+
+    Experts that the family holds transposed come dequantized, in `dtype`: its forward multiplies by [I, O].
+    """
+    source, model = TensorSource(folder), _frame(folder)
+    transposed = {entry.name for entry in plan.entries if entry.transposed}
+    planes, changed = _finished(model, Path(work), plan, dtype)
+    for name, tensor in planes.items():
+        if name in transposed:
+            owner = model.get_submodule(name.rpartition(".")[0])
+            setattr(owner, name.rpartition(".")[2], nn.Parameter(gpt_oss.parameter(tensor, dtype), requires_grad=False))
+        else:
+            install(model, name, tensor, dtype, bias=_bias(model, source, name, dtype, changed))
+    if "lm_head" in planes:
         model.config.tie_word_embeddings = False
     if unknown := sorted(set(changed) - set(model.state_dict())):
         raise CheckpointError("was changed by the pass and is no tensor of the model", where=unknown[0], remedy="run the pass again")
     _fill(model, source, dtype, changed)
     model.config._experts_implementation = "eager"
     return model.eval()
+
+
+def _frame(folder: Path | str) -> Any:
+    model = meta_model(folder)
+    model.tie_weights()
+    return model
+
+
+def _finished(model: Any, work: Path, plan: QuantPlan, dtype: torch.dtype) -> tuple[dict[str, QuantTensor], dict[str, torch.Tensor]]:
+    """(planes of every planned weight, plain tensors that the pass has changed) by name in the model."""
+    formats = {entry.name: entry.format for entry in plan.entries}
+    planes: dict[str, QuantTensor] = {}
+    changed: dict[str, torch.Tensor] = {}
+    for place, prefix, names in _stages(model, work, formats):
+        changed |= {prefix + name: value.to(dtype) for name, value in read_plain(place).items()}
+        planes |= {prefix + name: tensor for name, tensor in read_planes(place, names).items()}
+    for name in formats:
+        if name not in planes or not planes[name].codes.numel():
+            raise CheckpointError("has no planes in the work folder", where=name, remedy="run the pass again")
+    return planes, changed
 
 
 def _stages(model: Any, work: Path, formats: Mapping[str, str]) -> Iterator[tuple[Path, str, dict[str, str]]]:
@@ -98,8 +124,37 @@ def _fill(model: Any, source: TensorSource, dtype: torch.dtype, changed: Mapping
 def write_checkpoint(
     folder: Path | str, work: Path | str, plan: QuantPlan, out: Path | str, *, details: dict[str, Any] | None = None, replace: bool = False
 ) -> dict[str, Any]:
-    """Write the checkpoint of a finished pass with every weight's record; returns its manifest."""
-    model = quantized_model(folder, work, plan, torch.bfloat16)
+    """Write the checkpoint of a finished pass, in the plan's layout, with every weight's record; returns its manifest."""
     records = [record for block in sorted((Path(work) / "blocks").glob("[0-9]*")) for record in read_records(block)]
     fields = {"reports": {record["name"]: record for record in records}, **(details or {})}
+    if plan.layout == GPT_OSS:
+        return _write_gpt_oss(folder, Path(work), plan, out, fields, replace)
+    model = quantized_model(folder, work, plan, torch.bfloat16)
     return save_quantized(model, plan, out, tokenizer=load_tokenizer(folder), details=fields, replace=replace)
+
+
+def _write_gpt_oss(folder: Path | str, work: Path, plan: QuantPlan, out: Path | str, fields: dict[str, Any], replace: bool) -> dict[str, Any]:
+    """Planes as they are, rows interleaved as the family holds them; no expert is dequantized."""
+    model = _frame(folder)
+    planes, changed = _finished(model, work, plan, torch.bfloat16)
+    for name in planes:
+        delattr(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
+    _fill(model, TensorSource(folder), torch.bfloat16, changed)
+    seen: set[int] = set()
+    held = model.state_dict(keep_vars=True).items()
+    plain = {name: value.detach() for name, value in held if not (id(value) in seen or seen.add(id(value)))}  # type: ignore[func-returns-value]
+    experts = {
+        name: gpt_oss.ExpertWeight(
+            tensor=tensor, rows="interleaved" if name.endswith(gpt_oss.PAIRED) else "single", bias=plain.pop(f"{name}{gpt_oss.BIAS}", None)
+        )
+        for name, tensor in planes.items()
+    }
+    details = {
+        "scale_rule": plan.policy.scale_rule or MXFP4.amax_rule,
+        "plan": [{"tensor": entry.name, "shape": list(entry.shape), "format": entry.format} for entry in plan.entries],
+        "kept": [{"tensor": name, "reason": reason, "bytes": size} for name, reason, size in plan.kept],
+        **fields,
+    }
+    beside = [part for part in (load_tokenizer(folder), model.generation_config) if part is not None]
+    config = json.loads(model.config.to_json_string())
+    return gpt_oss.write_quantized(out, experts, plain, config, details=details, beside=beside, replace=replace)

@@ -19,7 +19,7 @@ from prism_ray.core.progress import Progress
 from prism_ray.formats.checkpoint import install, save_quantized
 from prism_ray.formats.config_groups import quantization_config
 from prism_ray.formats.fusion import fused_groups
-from prism_ray.formats.policy import QuantPlan, QuantPolicy, make_plan
+from prism_ray.formats.policy import GPT_OSS, QuantPlan, QuantPolicy, make_plan
 from prism_ray.formats.spec import FORMATS
 from prism_ray.formats.tensor import QuantTensor
 from prism_ray.models.families import split_head
@@ -33,10 +33,17 @@ def quantize_model(
 ) -> tuple[QuantPlan, dict[str, QuantReport]]:
     """Replace the planned weights of `model` by planes; returns the plan and a report per weight.
 
-    method: a name in QUANTIZERS that needs no calibration data. Raises before the first change: FormatError (shapes), ModelError (ties, coverage).
+    method: a name in QUANTIZERS that needs no calibration data. Raises before the first change: FormatError (shapes), ModelError (ties, coverage,
+    experts that are held transposed).
     """
     quantizer: Quantizer = QUANTIZERS[method]
     plan = make_plan(model, policy)
+    if plan.layout == GPT_OSS:
+        raise ModelError(
+            f"its experts are held transposed, and a folder in the {GPT_OSS} layout is written block by block only",
+            where=type(model).__name__,
+            remedy="use prism-ray quantize",
+        )
     if _untie(model, plan):
         plan = make_plan(model, policy)  # the embedding is a tensor of its own now, and listed as one that stays
     reports: dict[str, QuantReport] = {}

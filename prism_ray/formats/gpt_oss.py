@@ -18,7 +18,7 @@ A width of 2880 is 90 blocks. Refuses: blocks whose last dimension is not 16, sc
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -165,12 +165,14 @@ def write_quantized(
     config: Mapping[str, Any],
     *,
     details: dict[str, Any] | None = None,
+    beside: Sequence[Any] = (),
     replace: bool = False,
 ) -> dict[str, Any]:
     """Write a gpt-oss MXFP4 folder (config.json, shards, manifest.json); returns its manifest.
 
     quantized: expert parameters by path, rows in either order. config: the model's config.json; a quantization_config in it that is not this layout's is
-    replaced. details: extra manifest fields. Raises FileExistsError without `replace`, ResourceError when the disk is too small.
+    replaced. details: extra manifest fields. beside: what else the folder gets, by its `save_pretrained` (tokenizer, generation config). Raises
+    FileExistsError without `replace`, ResourceError when the disk is too small, CheckpointError when what was written reads back as something else.
     """
     from prism_ray.formats.checkpoint import KIND
 
@@ -183,8 +185,11 @@ def write_quantized(
     found = config.get("quantization_config") or {}
     settings = found if found.get("quant_method") == "mxfp4" else quantization_config()
     with atomic_folder(folder, replace=replace) as temporary:
+        for part in beside:
+            part.save_pretrained(temporary)
         write_json(temporary / "config.json", {**config, "quantization_config": settings})
         write_shards(temporary, tensors)
+        _require_same(temporary, on_disk, plain)
         fields = {
             "format": MXFP4.name,
             "layout": "gpt-oss-mxfp4",
@@ -195,3 +200,17 @@ def write_quantized(
             **(details or {}),
         }
         return write_manifest(temporary, KIND, **fields)
+
+
+def _require_same(folder: Path, quantized: Mapping[str, QuantTensor], plain: Mapping[str, torch.Tensor]) -> None:
+    """Raise CheckpointError unless a folder reads back as these planes and plain tensors of these names, shapes and dtypes."""
+    found, rest = read_quantized(folder)
+    planes = {name: weight.tensor for name, weight in found.items()}
+    shapes = [{name: (tensor.dtype, tensor.shape) for name, tensor in part.items()} for part in (rest, plain)]
+    for what, same in (
+        ("codes", code_plane_fingerprint(planes) == code_plane_fingerprint(quantized)),
+        ("scales", scale_plane_fingerprint(planes) == scale_plane_fingerprint(quantized)),
+        ("tensors that are not quantized", shapes[0] == shapes[1]),
+    ):
+        if not same:
+            raise CheckpointError(f"the {what} read back are not those written", where=str(folder), remedy="nothing was released; write again")

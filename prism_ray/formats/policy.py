@@ -15,6 +15,7 @@ names it is refused.
 from __future__ import annotations
 
 import fnmatch
+import re
 from dataclasses import dataclass
 
 from pydantic import Field
@@ -126,6 +127,8 @@ class _Walk:
         self.offending: list[str] = []
         self.seen: set[int] = set()
         self.transposed = _transposed(model)
+        strict = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+        self._wide = [re.compile(pattern.replace("*", ".*")) for pattern in strict]
 
     def linear(self, name: str, module: nn.Linear) -> None:
         """Plan a Linear, or keep one that the layout or its class rules out."""
@@ -142,14 +145,14 @@ class _Walk:
             )
         reason = f"{type(module).__name__} has a forward of its own" if own else f"{GPT_OSS} holds experts only"
         self.seen.add(id(module.weight))
-        self.kept.append((name, f"linear: {reason}", _bytes(module.weight)))
+        self.kept.append((name, f"linear: {reason}", self._bytes(name, module.weight)))
 
     def consider(self, name: str, weight: Tensor, kind: str, *, transposed: bool = False) -> None:
         """Plan a weight in the format that the policy has for it; transposed: weight is [E, I, O]."""
         chosen = self.policy.format_of(name)
         self.seen.add(id(weight))
         if chosen is None:
-            self.kept.append((name, f"{kind}: ignored", _bytes(weight)))
+            self.kept.append((name, f"{kind}: ignored", self._bytes(name, weight)))
             return
         shape = (weight.shape[0], weight.shape[2], weight.shape[1]) if transposed else tuple(weight.shape)
         require_rule(FORMATS[chosen].grid, self.policy.scale_rule or FORMATS[chosen].amax_rule)
@@ -157,7 +160,7 @@ class _Walk:
             FORMATS[chosen].blocks(shape[-1])
         except FormatError as error:
             if self.policy.keep_indivisible:
-                self.kept.append((name, f"{kind}: {error.what}", _bytes(weight)))
+                self.kept.append((name, f"{kind}: {error.what}", self._bytes(name, weight)))
             else:
                 self.offending.append(f"{name} ({shape[-1]} columns, {chosen} block {FORMATS[chosen].block}; {error.remedy})")
             return
@@ -176,7 +179,12 @@ class _Walk:
                     where=name,
                     remedy="add it to ignore, or report the model family",
                 )
-            self.kept.append((name, "not a linear weight", _bytes(parameter)))
+            self.kept.append((name, "not a linear weight", self._bytes(name, parameter)))
+
+    def _bytes(self, name: str, parameter: Tensor) -> int:
+        """Bytes as loaded: transformers loads some parameters of a family in float32 whatever dtype is asked for, which a model on meta does not show."""
+        wide = parameter.is_meta and any(pattern.search(name) for pattern in self._wide)
+        return parameter.numel() * (4 if wide else parameter.element_size())
 
 
 def _transposed(model: nn.Module) -> set[str]:
@@ -203,7 +211,3 @@ def _require_gpt_oss(plan: QuantPlan) -> None:
             f"the {GPT_OSS} layout holds every expert in mxfp4 and nothing else quantized, but {faults[0]}, and {len(faults)} such weight(s) in all",
             remedy='use QuantPolicy(format="mxfp4"), without overrides and without experts in ignore (--format mxfp4)',
         )
-
-
-def _bytes(parameter: Tensor) -> int:
-    return parameter.numel() * parameter.element_size()

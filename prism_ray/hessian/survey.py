@@ -94,7 +94,7 @@ def spectrum(states: Sequence[GramState], *, threshold: float = THRESHOLD, vecto
         gram = x @ x.T
     else:
         # Of the rows themselves in float64: a state's own product is float32.
-        x, gram = None, x.T @ x
+        gram, x = x.T @ x, None
     if not vectors:
         found = torch.linalg.eigvalsh(gram).flip(0).clamp(min=0.0)
         return Spectrum(values=found, rows=rows, width=width, threshold=threshold)
