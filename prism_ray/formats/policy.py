@@ -167,7 +167,7 @@ class _Walk:
         self.entries.append(PlanEntry(name=name, shape=shape, format=chosen, transposed=transposed))
 
     def rest(self) -> None:
-        """Keep every other parameter. Raises ModelError for a large one that no rule mentions."""
+        """Keep every other parameter, and the buffers that are stored. Raises ModelError for a large parameter that no rule mentions."""
         total = sum(parameter.numel() for parameter in self.model.parameters())
         for name, parameter in self.model.named_parameters():
             if id(parameter) in self.seen:
@@ -180,6 +180,8 @@ class _Walk:
                     remedy="add it to ignore, or report the model family",
                 )
             self.kept.append((name, "not a linear weight", self._bytes(name, parameter)))
+        stored = self.model.state_dict(keep_vars=True)
+        self.kept += [(name, "buffer", self._bytes(name, buffer)) for name, buffer in self.model.named_buffers() if name in stored]
 
     def _bytes(self, name: str, parameter: Tensor) -> int:
         """Bytes as loaded: transformers loads some parameters of a family in float32 whatever dtype is asked for, which a model on meta does not show."""

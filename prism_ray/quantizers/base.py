@@ -45,7 +45,7 @@ class QuantizerOptions(Config):
 
     scale_rule: str | None = None
     scales: Literal["amax", "mse", "hessian"] = "hessian"
-    refine: int = Field(default=2, ge=0, le=20)
+    refine: int = Field(default=4, ge=0, le=20)
     damping: float = Field(default=0.01, ge=0.0, le=1.0)
     act_order: bool = False
     starved: Literal["damp", "rtn"] = "damp"
