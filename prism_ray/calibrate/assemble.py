@@ -103,10 +103,16 @@ def _bias(
 
 
 def _fill(model: Any, source: TensorSource, dtype: torch.dtype, changed: Mapping[str, torch.Tensor]) -> None:
-    """Fill every parameter and persistent buffer that is still on meta, `changed` ones with their new values, others from the source; a tied head is left to the model."""
+    """Fill every parameter that is still on meta and every stored buffer, `changed` ones with their new values, others from the source; a tied head is left to the model."""
     tied = split_head(model).tied if not isinstance(model.get_output_embeddings(), QuantizedModule) else False
     head = {id(model.get_output_embeddings().weight)} - {id(model.get_input_embeddings().weight)} if tied else set()
-    wanted = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if tensor.is_meta and id(tensor) not in head}
+    inside = {id(buffer) for module in model.modules() if isinstance(module, QuantizedModule) for buffer in module.buffers()}
+    # The buffers of a model on meta are real, and hold what its constructor left there: routing biases of zero, expert numbers of zero.
+    wanted = {
+        name: tensor
+        for name, tensor in model.state_dict(keep_vars=True).items()
+        if (tensor.is_meta or not isinstance(tensor, nn.Parameter)) and id(tensor) not in head | inside
+    }
     seen: set[int] = set()
     once = {name: tensor for name, tensor in wanted.items() if not (id(tensor) in seen or seen.add(id(tensor)))}  # type: ignore[func-returns-value]
     kept = {name: tensor for name, tensor in once.items() if name not in changed}
@@ -133,7 +139,9 @@ def write_checkpoint(
     return save_quantized(model, plan, out, tokenizer=load_tokenizer(folder), details=fields, replace=replace)
 
 
-def _write_gpt_oss(folder: Path | str, work: Path, plan: QuantPlan, out: Path | str, fields: dict[str, Any], replace: bool) -> dict[str, Any]:
+def _write_gpt_oss(
+    folder: Path | str, work: Path, plan: QuantPlan, out: Path | str, fields: dict[str, Any], replace: bool
+) -> dict[str, Any]:
     """Planes as they are, rows interleaved as the family holds them; no expert is dequantized."""
     model = _frame(folder)
     planes, changed = _finished(model, work, plan, torch.bfloat16)

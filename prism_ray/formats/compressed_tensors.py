@@ -17,14 +17,15 @@ and for the integer formats
 | N.weight_shape | int64 [2]: O, I | checked, not kept |
 
 The convention of the scalar is fixed by this tensor name, never guessed from its size (field case FMT-02). Fused experts [E, O, I] are stored per
-expert under the names of the modules they were fused from, `experts.3.gate_proj` and `experts.3.up_proj` for the halves of `gate_up_proj`; both halves carry
-the same scalar, so fusing them again is exact. Companions of conventions that are not read (`weight_zero_point`, `weight_g_idx`) are refused. The package itself is not imported; tests check against it in both directions.
+expert under the names of the modules they were fused from, `experts.3.gate_proj` and `experts.3.up_proj` for the halves of `gate_up_proj`, or what the family
+calls them (`w1` and `w3` in mixtral and deepseek_v4: `stored_parts`; either is read); both halves carry the same scalar, so fusing them again is exact. Companions of conventions that are not read (`weight_zero_point`, `weight_g_idx`) are refused. The package itself is not imported; tests check against it in both directions.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 
@@ -35,7 +36,8 @@ from prism_ray.formats.tensor import QuantTensor
 
 CODES, SCALES, DIVISOR, SHAPE = "weight_packed", "weight_scale", "weight_global_scale", "weight_shape"
 REFUSED = {"weight_zero_point": "asymmetric codes", "weight_g_idx": "columns permuted by activation order"}
-_EXPERT = re.compile(r"^(?P<experts>.*\.experts)\.(?P<index>\d+)\.(?P<part>gate_proj|up_proj|down_proj)$")
+_OTHER_NAMES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+_EXPERT = re.compile(r"^(?P<experts>.*\.experts)\.(?P<index>\d+)\.(?P<part>gate_proj|up_proj|down_proj|w1|w2|w3)$")
 
 
 def parts_of(spec: FormatSpec) -> tuple[str, ...]:
@@ -43,12 +45,27 @@ def parts_of(spec: FormatSpec) -> tuple[str, ...]:
     return (CODES, SCALES, *((DIVISOR,) if spec.has_tensor_scale else ()), *((SHAPE,) if spec.checkpoint_format == PACKED else ()))
 
 
-def to_checkpoint(name: str, tensor: QuantTensor) -> dict[str, torch.Tensor]:
-    """Checkpoint tensors of one quantized weight; `name` is a Linear's path or the path of a fused expert parameter."""
+def stored_parts(model: Any) -> dict[str, tuple[str, ...]]:
+    """Names of the Linear modules that each fused expert parameter of a transformers model is stored as, as transformers' own loader asks for them."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter
+
+    parts = dict(FUSED_PARTS)
+    for entry in get_model_conversion_mapping(model):
+        target = entry.target_patterns[0].rpartition(".experts.")[2] if isinstance(entry, WeightConverter) else ""
+        found = [re.search(r"experts\.?\*\.(\w+)\.weight", source) for source in entry.source_patterns]
+        names = tuple(match[1] for match in found if match)
+        if target in parts and [_OTHER_NAMES.get(name, name) for name in names] == list(FUSED_PARTS[target]):
+            parts[target] = names
+    return parts
+
+
+def to_checkpoint(name: str, tensor: QuantTensor, stored: Mapping[str, tuple[str, ...]] = FUSED_PARTS) -> dict[str, torch.Tensor]:
+    """Checkpoint tensors of one quantized weight; `name` is a Linear's path or the path of a fused expert parameter. stored: `stored_parts` of the model."""
     if len(tensor.shape) == 2:
         return _linear_tensors(name, tensor)
     prefix, parameter = name.rsplit(".", 1)
-    parts = FUSED_PARTS[parameter]
+    parts = stored[parameter]
     rows = tensor.shape[1] // len(parts)
     out: dict[str, torch.Tensor] = {}
     for expert in range(tensor.shape[0]):
@@ -131,7 +148,7 @@ def fuse_experts(linears: dict[str, QuantTensor]) -> dict[str, QuantTensor]:
     for name, tensor in linears.items():
         match = _EXPERT.match(name)
         if match:
-            groups.setdefault(match["experts"], {}).setdefault(int(match["index"]), {})[match["part"]] = tensor
+            groups.setdefault(match["experts"], {}).setdefault(int(match["index"]), {})[_part(match)] = tensor
         else:
             out[name] = tensor
     for prefix, experts in groups.items():
@@ -146,15 +163,19 @@ def fuse_experts(linears: dict[str, QuantTensor]) -> dict[str, QuantTensor]:
     return out
 
 
+def _part(match: re.Match[str]) -> str:
+    return _OTHER_NAMES.get(match["part"], match["part"])
+
+
 def fused_names(linears: Iterable[str]) -> dict[str, str]:
     """Linear name -> the model's name of the weight it is a part of: for an expert's Linear the fused parameter, else the name itself."""
     names = list(linears)
     matches = {name: match for name in names if (match := _EXPERT.match(name))}
-    gated = {match["experts"] for match in matches.values() if match["part"] == "gate_proj"}
+    gated = {match["experts"] for match in matches.values() if _part(match) == "gate_proj"}
     out = {name: name for name in names}
     for name, match in matches.items():
-        gate_up = match["part"] != "down_proj" and match["experts"] in gated
-        out[name] = f"{match['experts']}.{'gate_up_proj' if gate_up else match['part']}"
+        gate_up = _part(match) != "down_proj" and match["experts"] in gated
+        out[name] = f"{match['experts']}.{'gate_up_proj' if gate_up else _part(match)}"
     return out
 
 

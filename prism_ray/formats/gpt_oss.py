@@ -202,7 +202,7 @@ def write_quantized(
         return write_manifest(temporary, KIND, **fields)
 
 
-def _require_same(folder: Path, quantized: Mapping[str, QuantTensor], plain: Mapping[str, torch.Tensor]) -> None:
+def _require_same(folder: Path, quantized: dict[str, QuantTensor], plain: Mapping[str, torch.Tensor]) -> None:
     """Raise CheckpointError unless a folder reads back as these planes and plain tensors of these names, shapes and dtypes."""
     found, rest = read_quantized(folder)
     planes = {name: weight.tensor for name, weight in found.items()}
@@ -213,4 +213,6 @@ def _require_same(folder: Path, quantized: Mapping[str, QuantTensor], plain: Map
         ("tensors that are not quantized", shapes[0] == shapes[1]),
     ):
         if not same:
-            raise CheckpointError(f"the {what} read back are not those written", where=str(folder), remedy="nothing was released; write again")
+            raise CheckpointError(
+                f"the {what} read back are not those written", where=str(folder), remedy="nothing was released; write again"
+            )

@@ -127,7 +127,8 @@ class _Walk:
         self.offending: list[str] = []
         self.seen: set[int] = set()
         self.transposed = _transposed(model)
-        strict = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+        frame = any(parameter.is_meta for parameter in model.parameters())
+        strict = (getattr(model, "_keep_in_fp32_modules_strict", None) or ()) if frame else ()
         self._wide = [re.compile(pattern.replace("*", ".*")) for pattern in strict]
 
     def linear(self, name: str, module: nn.Linear) -> None:
@@ -184,8 +185,8 @@ class _Walk:
         self.kept += [(name, "buffer", self._bytes(name, buffer)) for name, buffer in self.model.named_buffers() if name in stored]
 
     def _bytes(self, name: str, parameter: Tensor) -> int:
-        """Bytes as loaded: transformers loads some parameters of a family in float32 whatever dtype is asked for, which a model on meta does not show."""
-        wide = parameter.is_meta and any(pattern.search(name) for pattern in self._wide)
+        """Bytes as loaded: transformers loads some tensors of a family in float32 whatever dtype is asked for, which a model on meta does not show."""
+        wide = parameter.is_floating_point() and any(pattern.search(name) for pattern in self._wide)
         return parameter.numel() * (4 if wide else parameter.element_size())
 
 
