@@ -50,14 +50,14 @@ def save_quantized(
     details: extra manifest fields (reports, source). Raises FileExistsError without `replace`, ResourceError when the disk is too small, CheckpointError with
     the linter's first finding; the folder appears only without one.
     """
-    quantized = planes(model)
+    quantized, stored = planes(model), convention.stored_parts(model)
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in quantized.items():
-        tensors |= convention.to_checkpoint(name, tensor)
+        tensors |= convention.to_checkpoint(name, tensor, stored)
     tensors |= _plain_tensors(model)
     total = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     require_disk(folder, int(total * 1.05), "the quantized checkpoint")
-    config = quantization_config(plan)
+    config = quantization_config(plan, stored)
     spec = FORMATS[default_format(plan)]
     with atomic_folder(folder, replace=replace) as temporary:
         model.config.save_pretrained(temporary)  # type: ignore[union-attr, operator]

@@ -26,8 +26,10 @@ METHOD, MIXED, PACKED = "compressed-tensors", "mixed-precision", "pack-quantized
 CLASS = "Linear"
 
 
-def quantization_config(plan: QuantPlan) -> dict[str, Any]:
-    """The `quantization_config` of config.json. Raises FormatError when projections that are served as one matrix have different formats."""
+def quantization_config(plan: QuantPlan, parts: Mapping[str, tuple[str, ...]] = FUSED_PARTS) -> dict[str, Any]:
+    """The `quantization_config` of config.json. parts: names of the Linear modules that fused experts are stored as.
+
+    Raises FormatError when projections that are served as one matrix have different formats."""
     formats: dict[str, str | None] = {entry.name: entry.format for entry in plan.entries}
     require_uniform(formats | dict.fromkeys(plan.ignored_linears))
     groups: dict[tuple[str, int], list[PlanEntry]] = {}
@@ -39,7 +41,7 @@ def quantization_config(plan: QuantPlan) -> dict[str, Any]:
     written = {}
     for position, entries in enumerate(ordered):
         spec = FORMATS[entries[0].format]
-        targets = [CLASS] if position == 0 else [_target(entry) for entry in entries]
+        targets = [CLASS] if position == 0 else [_target(entry, parts) for entry in entries]
         written[f"group_{position}"] = {"targets": targets, "format": spec.checkpoint_format, "weights": _weights(spec)}
     stored = {checkpoint_format for checkpoint_format, _ in groups}
     return {
@@ -56,12 +58,12 @@ def default_format(plan: QuantPlan) -> str:
     return Counter(entry.format for entry in plan.entries).most_common(1)[0][0]
 
 
-def _target(entry: PlanEntry) -> str:
+def _target(entry: PlanEntry, parts: Mapping[str, tuple[str, ...]]) -> str:
     """How a config group names a weight: a Linear by its name, fused experts by an expression over the modules they are stored as."""
     if len(entry.shape) == 2:
         return entry.name
     prefix, _, parameter = entry.name.rpartition(".")
-    return rf"re:^{re.escape(prefix)}\.\d+\.({'|'.join(FUSED_PARTS[parameter])})$"
+    return rf"re:^{re.escape(prefix)}\.\d+\.({'|'.join(parts[parameter])})$"
 
 
 def _weights(spec: FormatSpec) -> dict[str, Any]:

@@ -412,7 +412,7 @@ def test_kept_bytes_are_those_of_the_loaded_model(root, passes, family):
     assert set(kept) | planned == set(state)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+@compressed
 def test_transformers_own_loading_gives_our_experts(root, tmp_path, family):
     policy = QuantPolicy(format="int4-g32")
     calibrate(settings(root, family, method="rtn", data=None, policy=policy.to_dict()), tmp_path / "work", say=quiet)
