@@ -37,7 +37,7 @@ def quantize(
     reader_cpus: Annotated[float, typer.Option(help="with --ray: CPUs left to Ray Data")] = 0.0,
     address: Annotated[str | None, typer.Option(help="Ray address; default RAY_ADDRESS, else the cluster on this machine")] = None,
 ) -> None:
-    """Calibrate and quantize MODEL block by block and write it in compressed-tensors form with a record of every weight.
+    """Calibrate and quantize MODEL block by block and write it in compressed-tensors form (gpt-oss in its own MXFP4 layout) with a record of every weight.
 
     A run that was stopped goes on from its work folder when the same command is given again. Exit code 1 when more weights fell back than allowed.
     """

@@ -32,9 +32,10 @@ def variants():
 
 
 @pytest.fixture(scope="module")
-def results():
+def results(tmp_path_factory):
     base = load_model(MODEL, dtype=torch.float32)
-    make = variants().make
+    job = variants()
+    source = job.gguf_source(MODEL, tmp_path_factory.mktemp("gguf"))
     text = demo_reference(max_tokens=48).to_dict() | {"name": "text", "max_examples": 6}
     config = DriftConfig.load(
         {
@@ -45,7 +46,7 @@ def results():
             "floor_samples": 2,
         }
     )
-    found = run_drift(config, opener=lambda name: make(name, base))
+    found = run_drift(config, opener=lambda name: job.make(name, base, source))
     return {(entry.variant, entry.benchmark): entry for entry in found}
 
 
