@@ -218,7 +218,7 @@ def _pass(config: CalibrateConfig, work: Path, folder: Path, plan: QuantPlan, ru
         return _close(config, work, run, plan, started, workers=1)
     crew = hire(spec)
     try:
-        stages = _Stages(config, work, spec, plan, crew, say)
+        stages = _Stages(config, work, spec, plan, crew, run["samples"] - len(run["dropped"]), say)
         blocks = stages.blocks(folder)
         for index in range(blocks):
             stages.block(index, blocks)
@@ -240,13 +240,14 @@ def _close(config: CalibrateConfig, work: Path, run: Mapping[str, Any], plan: Qu
 class _Stages:
     """One pass's walk over the blocks."""
 
-    def __init__(self, config: CalibrateConfig, work: Path, spec: CrewSpec, plan: QuantPlan, crew: Crew, say: Say):
+    def __init__(self, config: CalibrateConfig, work: Path, spec: CrewSpec, plan: QuantPlan, crew: Crew, samples: int, say: Say):
         self.config, self.work, self.spec, self.plan, self.crew, self.say = config, work, spec, plan, crew, say
         self.lanes = [range(*lane) for lane in spec.lanes]
         count = min(crew.workers, len(self.lanes))
         bounds = [worker * len(self.lanes) // max(1, count) for worker in range(count + 1)]
         self.spans = [(bounds[worker], bounds[worker + 1]) for worker in range(count)]
         self.shares = [[number for lane in self.lanes[start:stop] for number in lane] for start, stop in self.spans]
+        self.samples = samples
         self.started = time.monotonic()
         self.first: int | None = None
         self.prefix = ""
@@ -333,29 +334,40 @@ class _Stages:
         assert self.first is not None
         elapsed = time.monotonic() - self.started
         left = elapsed / (index + 1 - self.first) * (blocks - index - 1)
-        records = read_records(self.work / "blocks" / f"{index:04d}")
-        fallbacks = sum(record["method"] != record["asked"] for record in records)
-        errors = [record["error_after"] for record in records if record["error_after"] is not None]
-        line = {
-            "block": index,
-            "blocks": blocks,
-            "samples": sum(map(len, self.shares)),
-            "seconds": round(time.monotonic() - began, 2),
-            "seconds_left": round(max(0.0, left), 1),
-            "weights": len(records),
-            "fallbacks": fallbacks,
-            "output_error": round(sum(errors) / len(errors), 6) if errors else None,
-            "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        }
-        with (self.work / PROGRESS).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        error = "" if line["output_error"] is None else f", output error {line['output_error']:.4g}"
-        self.say(
-            f"block {index + 1}/{blocks}: {line['weights']} weights{error}, {fallbacks} fallbacks, {line['seconds']} s, "
-            f"{line['seconds_left']:.0f} s left, peak {line['peak_bytes'] / 2**30:.2f} GiB"
+        line = note_progress(
+            self.work,
+            read_records(self.work / "blocks" / f"{index:04d}"),
+            block=index,
+            blocks=blocks,
+            samples=self.samples,
+            seconds=round(time.monotonic() - began, 2),
+            seconds_left=round(max(0.0, left), 1),
         )
+        self.say(
+            f"block {index + 1}/{blocks}: {progress_text(line)}, {line['seconds_left']:.0f} s left, peak {line['peak_bytes'] / 2**30:.2f} GiB"
+        )
+
+
+def note_progress(work: Path, records: Sequence[Mapping[str, Any]], **fields: Any) -> dict[str, Any]:
+    """Append a line about a finished block or stage to the work folder's progress file; the line. fields: what the caller knows beside the records."""
+    errors = [record["error_after"] for record in records if record["error_after"] is not None]
+    line = fields | {
+        "weights": len(records),
+        "fallbacks": sum(record["method"] != record["asked"] for record in records),
+        "output_error": round(sum(errors) / len(errors), 6) if errors else None,
+        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
+    with (work / PROGRESS).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    return line
+
+
+def progress_text(line: Mapping[str, Any]) -> str:
+    """What a line of progress says of its weights and its time."""
+    error = "" if line["output_error"] is None else f", output error {line['output_error']:.4g}"
+    return f"{line['weights']} weights{error}, {line['fallbacks']} fallbacks, {line['seconds']} s"
 
 
 def summarize(config: CalibrateConfig, work: Path, run: Mapping[str, Any], plan: QuantPlan) -> dict[str, Any]:

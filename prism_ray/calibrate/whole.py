@@ -20,8 +20,6 @@ family whose blocks are called several times is refused for the layer-streamed p
 from __future__ import annotations
 
 import json
-import os
-import resource
 import shutil
 import time
 from collections import Counter
@@ -35,7 +33,7 @@ from torch import Tensor, nn
 
 import prism_ray.models.looped  # noqa: F401 - registers its family with transformers
 from prism_ray.calibrate.config import CalibrateConfig
-from prism_ray.calibrate.run import BLOCK, PROGRESS
+from prism_ray.calibrate.run import BLOCK, note_progress, progress_text
 from prism_ray.calibrate.skeleton import Skeleton
 from prism_ray.calibrate.text import Chunk
 from prism_ray.calibrate.units import apply_planes, make_units, read_planes, read_records, solve, weight_of, write_part
@@ -301,28 +299,17 @@ class WholePass:
         """A line of progress, told and kept in the work folder."""
         planned = [number for number, stage in enumerate(self.stages) if stage.formats]
         place, now = planned.index(index), time.monotonic()
-        records = read_records(self.folder(index))
-        errors = [record["error_after"] for record in records if record["error_after"] is not None]
-        line = {
-            "block": place,
-            "blocks": len(planned),
-            "stage": self.stages[index].name,
-            "samples": sum(len(chunk.mask) for chunk in self.chunks) - len(self.dropped),
-            "seconds": round(now - started, 2),
-            "seconds_left": round((now - began) / (place + 1) * (len(planned) - place - 1), 1),
-            "weights": len(records),
-            "fallbacks": sum(record["method"] != record["asked"] for record in records),
-            "output_error": round(sum(errors) / len(errors), 6) if errors else None,
-            "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        }
-        with (self.work / PROGRESS).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        error = "" if line["output_error"] is None else f", output error {line['output_error']:.4g}"
-        self.say(
-            f"stage {place + 1}/{len(planned)} {line['stage']}: {len(records)} weights{error}, {line['fallbacks']} fallbacks, {line['seconds']} s"
+        line = note_progress(
+            self.work,
+            read_records(self.folder(index)),
+            block=place,
+            blocks=len(planned),
+            stage=self.stages[index].name,
+            samples=sum(len(chunk.mask) for chunk in self.chunks) - len(self.dropped),
+            seconds=round(now - started, 2),
+            seconds_left=round((now - began) / (place + 1) * (len(planned) - place - 1), 1),
         )
+        self.say(f"stage {place + 1}/{len(planned)} {line['stage']}: {progress_text(line)}")
 
 
 def _stop(*_: object) -> None:

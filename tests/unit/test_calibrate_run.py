@@ -284,7 +284,7 @@ def test_a_looped_model_is_not_run_block_by_block(root, tmp_path):
 
 def test_progress_can_be_read_from_a_file(undisturbed):
     lines = [json.loads(line) for line in (undisturbed / "progress.jsonl").read_text().splitlines()]
-    assert [line["block"] for line in lines] == [0, 1, 2]
+    assert [line["block"] for line in lines] == [0, 1, 2] and {line["samples"] for line in lines} == {12}
     assert all(line["peak_bytes"] > 0 and line["seconds_left"] >= 0 for line in lines) and lines[-1]["seconds_left"] == 0
 
 
