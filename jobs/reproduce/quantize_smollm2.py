@@ -22,8 +22,8 @@ from prism_ray.calibrate.config import CalibrateConfig
 from prism_ray.calibrate.run import calibrate
 from prism_ray.calibrate.text import TextData, make_samples, read_texts
 from prism_ray.core.files import write_json
+from prism_ray.formats.parameters import meta_model
 from prism_ray.formats.policy import QuantPolicy, make_plan
-from prism_ray.formats.sources import meta_model
 from prism_ray.models.families import split_head
 from prism_ray.models.load import load_model, load_tokenizer
 from prism_ray.models.source import resolve

@@ -22,8 +22,9 @@ from prism_ray.core.errors import CheckpointError
 from prism_ray.formats import gpt_oss
 from prism_ray.formats.checkpoint import install, save_quantized
 from prism_ray.formats.modules import QuantizedModule
+from prism_ray.formats.parameters import load_parameters, meta_model
 from prism_ray.formats.policy import GPT_OSS, QuantPlan
-from prism_ray.formats.sources import TensorSource, load_parameters, meta_model
+from prism_ray.formats.sources import TensorSource
 from prism_ray.formats.spec import MXFP4
 from prism_ray.formats.tensor import QuantTensor
 from prism_ray.models.families import decoder_layers, split_head

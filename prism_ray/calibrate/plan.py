@@ -27,10 +27,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from prism_ray.calibrate.costs import GIB, METHODS, Need, Planner, PlanOptions, Task, plane_bytes
-from prism_ray.calibrate.shapes import BlockShape, ModelShape
-from prism_ray.core.errors import ConfigError, FormatError, ResourceError, UnknownName
-from prism_ray.formats.policy import QuantPolicy
-from prism_ray.formats.spec import FORMATS
+from prism_ray.calibrate.shapes import BlockShape, ModelShape, WeightShape
+from prism_ray.core.errors import ConfigError, FormatError, ModelError, ResourceError, UnknownName
+from prism_ray.formats.policy import GPT_OSS, QuantPolicy
+from prism_ray.formats.spec import FORMATS, MXFP4
 
 MAX_WORKERS = 4096
 PHASES = ("load", "forward", "gram", "reduce", "solve", "publish", "propagate", "write")
@@ -157,11 +157,12 @@ def _formats(shape: ModelShape, policy: QuantPolicy) -> list[tuple[BlockShape, t
     """Distinct (block, format of each weight) with their layers; FormatError lists every width that does not divide (CAL-08)."""
     found: dict[tuple[BlockShape, tuple[str | None, ...]], list[int]] = {}
     offending: dict[str, str] = {}
+    transposed = any(weight.transposed for block in shape.blocks for weight in block.weights)
     for layer, block in enumerate(shape.blocks):
         chosen: list[str | None] = []
         for weight in block.weights:
             name = f"{shape.prefix.format(layer)}.{weight.name}"
-            format_name = policy.format_of(name)
+            format_name = _format_of(weight, name, policy, experts_only=transposed)
             if format_name is not None:
                 try:
                     FORMATS[format_name].blocks(weight.columns)
@@ -181,6 +182,26 @@ def _formats(shape: ModelShape, policy: QuantPolicy) -> list[tuple[BlockShape, t
     if not any(name for _, names in found for name in names):
         raise ConfigError("the policy quantizes nothing", remedy="check its ignore patterns against the module names")
     return [(block, names, layers) for (block, names), layers in found.items()]
+
+
+def _format_of(weight: WeightShape, name: str, policy: QuantPolicy, *, experts_only: bool) -> str | None:
+    """The format that `formats.policy.make_plan` gives this weight: a block-diagonal linear stays, and beside transposed experts (gpt-oss) every linear does.
+
+    Raises ModelError where that plan would, for an override or a format that no layout holds.
+    """
+    chosen = policy.format_of(name)
+    if weight.transposed and chosen != MXFP4.name:
+        raise ModelError(
+            f"is to be {chosen or 'kept'}, but the {GPT_OSS} layout holds every expert in mxfp4 and nothing else quantized",
+            where=name,
+            remedy="plan for --format mxfp4, without overrides and without experts in ignore",
+        )
+    if weight.experts or not (experts_only or weight.groups > 1) or chosen is None:
+        return chosen
+    if policy.override_of(name) is not None:
+        reason = f"the {GPT_OSS} layout holds experts only" if experts_only else "a block-diagonal linear stays in full precision"
+        raise ModelError(f"is to be {chosen}, but {reason}", where=name, remedy="take it out of overrides")
+    return None
 
 
 def _check_cpus(options: PlanOptions) -> None:

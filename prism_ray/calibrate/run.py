@@ -29,8 +29,8 @@ from prism_ray.calibrate.worker import CHUNKS, BadSample, BlockWorker, Node, wri
 from prism_ray.core.compute import compute_dtype
 from prism_ray.core.errors import CalibrationFailed, ConfigError, DataError
 from prism_ray.core.files import require_disk, write_json
+from prism_ray.formats.parameters import meta_model
 from prism_ray.formats.policy import QuantPlan, make_plan
-from prism_ray.formats.sources import meta_model
 from prism_ray.hessian.capture import InputGroup
 from prism_ray.models.load import load_tokenizer
 from prism_ray.models.loops import find_loop

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 
 from prism_ray.calibrate.text import Chunk
 from prism_ray.core.errors import ModelError
+from prism_ray.formats.parameters import load_block, meta_model
 from prism_ray.formats.policy import QuantPlan, QuantPolicy, make_plan
-from prism_ray.formats.sources import TensorSource, load_block, meta_model
+from prism_ray.formats.sources import TensorSource
 from prism_ray.hessian.capture import use_our_experts
 from prism_ray.models.families import decoder_layers, split_head
 

@@ -42,8 +42,8 @@ from prism_ray.core.compute import compute_dtype
 from prism_ray.core.errors import ConfigError, ModelError
 from prism_ray.core.files import TEMPORARY_PREFIX, write_json
 from prism_ray.formats.modules import QuantizedModule
+from prism_ray.formats.parameters import meta_model
 from prism_ray.formats.policy import QuantPlan
-from prism_ray.formats.sources import meta_model
 from prism_ray.formats.tensor import QuantTensor
 from prism_ray.hessian.capture import Capture, InputGroup, NonFinite, use_our_experts
 from prism_ray.hessian.state import GramState

@@ -24,7 +24,7 @@ calls them (`w1` and `w3` in mixtral and deepseek_v4: `stored_parts`; either is 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -64,10 +64,17 @@ def to_checkpoint(name: str, tensor: QuantTensor, stored: Mapping[str, tuple[str
     """Checkpoint tensors of one quantized weight; `name` is a Linear's path or the path of a fused expert parameter. stored: `stored_parts` of the model."""
     if len(tensor.shape) == 2:
         return _linear_tensors(name, tensor)
+    out: dict[str, torch.Tensor] = {}
+    for part, piece in split_experts(name, tensor, stored):
+        out |= _linear_tensors(part, piece)
+    return out
+
+
+def split_experts(name: str, tensor: QuantTensor, stored: Mapping[str, tuple[str, ...]] = FUSED_PARTS) -> Iterator[tuple[str, QuantTensor]]:
+    """(module path in the files, its planes) of every part of a fused expert parameter [E, O, I]: …experts.gate_up_proj is …experts.0.gate_proj, ….0.up_proj, …"""
     prefix, parameter = name.rsplit(".", 1)
     parts = stored[parameter]
     rows = tensor.shape[1] // len(parts)
-    out: dict[str, torch.Tensor] = {}
     for expert in range(tensor.shape[0]):
         whole = tensor[expert]
         for position, part in enumerate(parts):
@@ -79,8 +86,7 @@ def to_checkpoint(name: str, tensor: QuantTensor, stored: Mapping[str, tuple[str
                 format=whole.format,
                 divisor=whole.divisor,
             )
-            out |= _linear_tensors(f"{prefix}.{expert}.{part}", piece)
-    return out
+            yield f"{prefix}.{expert}.{part}", piece
 
 
 def _linear_tensors(name: str, tensor: QuantTensor) -> dict[str, torch.Tensor]:

@@ -34,8 +34,7 @@ from prism_ray import __version__
 from prism_ray.core.errors import CheckpointError, FormatError, one_line
 from prism_ray.core.files import atomic_folder, require_disk, write_json
 from prism_ray.core.manifest import write_manifest
-from prism_ray.formats.compressed_tensors import DIVISOR
-from prism_ray.formats.config_groups import FUSED_PARTS
+from prism_ray.formats.compressed_tensors import DIVISOR, split_experts
 from prism_ray.formats.e2m1 import PACKING
 from prism_ray.formats.policy import QuantPlan
 from prism_ray.formats.safetensors_io import REWRITE, read_tensors, write_shards
@@ -90,16 +89,9 @@ def to_checkpoint(name: str, tensor: QuantTensor, *, scalar_shape: tuple[int, ..
             f"{name}.{SCALES}": tensor.scales.view(NVFP4.checkpoint_scale_dtype),
             f"{name}.{FACTOR}": tensor.tensor_scale.clone().reshape(scalar_shape),
         }
-    prefix, parameter = name.rsplit(".", 1)
-    parts = FUSED_PARTS[parameter]
-    rows = tensor.shape[1] // len(parts)
     out: dict[str, torch.Tensor] = {}
-    for expert in range(tensor.shape[0]):
-        whole = tensor[expert]
-        for position, part in enumerate(parts):
-            span = slice(position * rows, (position + 1) * rows)
-            piece = QuantTensor(codes=whole.codes[span], scales=whole.scales[span], tensor_scale=whole.tensor_scale, format=whole.format)
-            out |= to_checkpoint(f"{prefix}.{expert}.{part}", piece, scalar_shape=scalar_shape)
+    for part, piece in split_experts(name, tensor):
+        out |= to_checkpoint(part, piece, scalar_shape=scalar_shape)
     return out
 
 

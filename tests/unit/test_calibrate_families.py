@@ -37,8 +37,8 @@ from prism_ray.core.errors import CalibrationFailed, CheckpointError, ModelError
 from prism_ray.formats import compressed_tensors, gpt_oss
 from prism_ray.formats.checkpoint import read_quantized
 from prism_ray.formats.modules import quantized_modules
+from prism_ray.formats.parameters import meta_model
 from prism_ray.formats.policy import COMPRESSED, DEFAULT_IGNORE, GPT_OSS, QuantPlan, QuantPolicy, make_plan
-from prism_ray.formats.sources import meta_model
 from prism_ray.formats.spec import FORMATS
 from prism_ray.hessian.capture import Capture, InputGroup
 from prism_ray.models.load import load_model

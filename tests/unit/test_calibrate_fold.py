@@ -30,8 +30,8 @@ from prism_ray.calibrate.run import CrewSpec, LocalCrew, calibrate
 from prism_ray.calibrate.text import TextData
 from prism_ray.calibrate.units import Unit, apply_planes, make_units, read_plain, read_planes, read_records, weight_of
 from prism_ray.core.errors import ModelError
+from prism_ray.formats.parameters import meta_model
 from prism_ray.formats.policy import DEFAULT_IGNORE, QuantPolicy, expert_parameters, make_plan
-from prism_ray.formats.sources import meta_model
 from prism_ray.hessian.capture import Capture, InputGroup, use_our_experts
 from prism_ray.hessian.state import GramState
 from prism_ray.models.load import load_model

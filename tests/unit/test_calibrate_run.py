@@ -20,8 +20,8 @@ from prism_ray.calibrate.text import make_chunks, make_samples, read_texts
 from prism_ray.calibrate.worker import BadSample
 from prism_ray.cli.main import run
 from prism_ray.core.errors import CalibrationFailed, ConfigError, ModelError
+from prism_ray.formats.parameters import meta_model
 from prism_ray.formats.policy import DEFAULT_IGNORE, QuantPolicy, make_plan
-from prism_ray.formats.sources import meta_model
 from prism_ray.hessian.capture import Capture
 from prism_ray.models.load import load_model, load_tokenizer
 from prism_ray.models.tiny import save_tiny, tiny_llama, tiny_qwen3_moe

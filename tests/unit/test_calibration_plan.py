@@ -35,6 +35,7 @@ from prism_ray.cli.main import run
 from prism_ray.cli.plan import parse_bytes, parse_rate
 from prism_ray.core.errors import ConfigError, FormatError, ModelError, ResourceError, UnknownName
 from prism_ray.formats.policy import DEFAULT_IGNORE, QuantPolicy
+from prism_ray.formats.policy import make_plan as policy_plan
 from prism_ray.hessian.state import GramState
 
 CONFIGS = Path(__file__).resolve().parents[1] / "data" / "configs"
@@ -122,6 +123,14 @@ def tiny_model(config: dict[str, Any], device: str) -> nn.Module:
 
 def shape_of(name: str) -> ModelShape:
     return model_shape(read_config(CONFIGS / f"{name}.json"))
+
+
+EXPERTS = QuantPolicy(format="mxfp4")
+"""What gpt-oss's own layout holds: every expert in mxfp4, nothing else quantized."""
+
+
+def policy_of(name: str) -> QuantPolicy:
+    return EXPERTS if name == "gpt-oss-120b" else QuantPolicy()
 
 
 def options(**values: Any) -> PlanOptions:
@@ -336,17 +345,17 @@ def gram(width: int) -> int:
 @pytest.mark.parametrize(
     ("name", "dense", "experts", "widths"),
     [
-        # hidden and attention output; every expert's hidden and inner.
-        ("gpt-oss-120b", [2880, 4096], 128, (2880, 2880)),
+        # experts only, hidden and inner; the attention stays.
+        ("gpt-oss-120b", [], 128, (2880, 2880)),
         ("qwen3-235b-a22b", [4096, 8192], 128, (4096, 1536)),
-        # attention, query latent, 8 groups of attention output, output latent, router's input, shared expert's inner.
-        ("deepseek-v4-flash", [4096, 1024, *[4096] * 8, 8192, 4096, 2048], 256, (4096, 2048)),
+        # attention, query latent, output latent, router's input, shared expert's inner; the block-diagonal o_a_proj stays.
+        ("deepseek-v4-flash", [4096, 1024, 8192, 4096, 2048], 256, (4096, 2048)),
     ],
 )
 def test_state_and_moved_bytes_of_the_big_plans_by_hand(name, dense, experts, widths):
     # Without skew every expert sees at least 1048576 x 4 / 128 / 8 = 4096 or 3072 rows a worker, more than half its width: all states are Gram matrices.
     shape = shape_of(name)
-    plan = make_plan(shape, options(machine=MACHINES["h100"], memory_bytes=128 * GIB, skew=1.0))
+    plan = make_plan(shape, options(machine=MACHINES["h100"], memory_bytes=128 * GIB, skew=1.0, policy=policy_of(name)))
     expected = sum(map(gram, dense)) + experts * sum(map(gram, widths))
     for block in plan.blocks:
         assert block.state_bytes == expected
@@ -355,16 +364,18 @@ def test_state_and_moved_bytes_of_the_big_plans_by_hand(name, dense, experts, wi
         assert sum(block.wave_experts) == experts
     planes = sum(len(block.layers) * block.plane_bytes for block in plan.blocks)
     assert plan.moved_bytes == pytest.approx(7 * (len(shape.blocks) * expected + planes), rel=1e-12)
-    weights = sum(plane_bytes(w, "nvfp4") for block in shape.blocks for w in block.weights)
+    linears = [w for block in shape.blocks for w in block.weights]
+    stay = [w for w in linears if (name == "gpt-oss-120b" and not w.experts) or w.groups > 1]
+    weights = sum(plane_bytes(w, policy_of(name).format) for w in linears if w not in stay)
     assert planes == pytest.approx(weights, rel=1e-12)
-    kept = sum(k.count for block in shape.blocks for k in block.kept) + sum(k.count for k in shape.outer)
+    kept = sum(k.count for block in shape.blocks for k in block.kept) + sum(k.count for k in (*shape.outer, *stay))
     assert plan.output_bytes == pytest.approx(weights + 2 * kept, rel=1e-12)
 
 
 def test_starved_experts_keep_rows_and_send_less():
     """64 workers: an expert sees 512 rows a worker, under half of 2880, and its state is 512 rows instead of a matrix."""
-    plan = make_plan(shape_of("gpt-oss-120b"), options(workers=64, machine=MACHINES["h100"], skew=1.0))
-    assert plan.blocks[0].state_bytes == gram(2880) + gram(4096) + 256 * (4 * 512 * 2880 + 8 * 2880)
+    plan = make_plan(shape_of("gpt-oss-120b"), options(workers=64, machine=MACHINES["h100"], skew=1.0, policy=EXPERTS))
+    assert plan.blocks[0].state_bytes == 256 * (4 * 512 * 2880 + 8 * 2880)
     # The owner has the products to make that the workers did not: 32768 rows of one expert.
     expert = next(task for task in plan.blocks[0].tasks if "gate_up_proj[" in task.label)
     assert expert.reduce_s > 32768 * 2880**2 / MACHINES["h100"].gram_flops_per_s
@@ -373,7 +384,7 @@ def test_starved_experts_keep_rows_and_send_less():
 @pytest.mark.parametrize("name", ["gpt-oss-120b", "qwen3-235b-a22b", "deepseek-v4-flash", "deepseek-v3", "llama-3.1-8b", "smollm2-135m"])
 @pytest.mark.parametrize("machine", ["cpu2", "h100"])
 def test_a_plan_stays_inside_what_it_was_given(name, machine):
-    given = options(machine=MACHINES[machine], memory_bytes=96 * GIB, disk_bytes=400 * GIB)
+    given = options(machine=MACHINES[machine], memory_bytes=96 * GIB, disk_bytes=400 * GIB, policy=policy_of(name))
     plan = make_plan(shape_of(name), given)
     limits = {"RAM": 96 * GIB, "GPU": MACHINES[machine].gpu_memory_bytes, "object store": 0.3 * 96 * GIB, "disk": 400 * GIB}
     for need in plan.needs:
@@ -478,7 +489,7 @@ def refused(shape: ModelShape, given: PlanOptions) -> str:
     ],
 )
 def test_the_memory_that_a_refusal_names_is_the_least_that_fits(name, values):
-    shape, given = shape_of(name), options(object_store_bytes=64 * GIB, **values)
+    shape, given = shape_of(name), options(object_store_bytes=64 * GIB, policy=policy_of(name), **values)
     text = refused(shape, given)
     terms = re.search(r"RAM ([\d.]+) GiB in .* = (.*?)(, one expert a wave)?; ([\d.]+) GiB are given", text)
     assert terms, text
@@ -550,29 +561,29 @@ def test_cpus_that_are_enough_are_accepted():
 
 
 def test_states_go_through_a_small_store_in_rounds():
-    plan = make_plan(shape_of("gpt-oss-120b"), options(object_store_bytes=2 * GIB))
+    plan = make_plan(shape_of("gpt-oss-120b"), options(object_store_bytes=2 * GIB, policy=EXPERTS))
     peak = plan.peak("object store")
     assert peak is not None and peak.stage == "reduce" and peak.total == 2 * GIB
-    assert plan.moved_bytes == make_plan(shape_of("gpt-oss-120b"), options(object_store_bytes=60 * GIB)).moved_bytes
+    assert plan.moved_bytes == make_plan(shape_of("gpt-oss-120b"), options(object_store_bytes=60 * GIB, policy=EXPERTS)).moved_bytes
 
 
 def test_a_store_below_its_least_is_refused_and_one_worker_needs_none():
     shape = shape_of("gpt-oss-120b")
-    text = refused(shape, options(object_store_bytes=GIB))
+    text = refused(shape, options(object_store_bytes=GIB, policy=EXPERTS))
     # The planes of a block are larger than two of its largest states.
     least = float(re.search(r"the least that fits: ([\d.]+) GiB of object store", text)[1])
     assert least == pytest.approx(plane_total(shape) / GIB, abs=0.01)
-    make_plan(shape, options(object_store_bytes=round(least * GIB)))
-    assert make_plan(shape, options(workers=1, object_store_bytes=0)).peak("object store") is None
+    make_plan(shape, options(object_store_bytes=round(least * GIB), policy=EXPERTS))
+    assert make_plan(shape, options(workers=1, object_store_bytes=0, policy=EXPERTS)).peak("object store") is None
 
 
 def plane_total(shape: ModelShape) -> float:
-    return sum(plane_bytes(w, "nvfp4") for w in shape.blocks[0].weights)
+    return sum(plane_bytes(w, "mxfp4") for w in shape.blocks[0].weights if w.experts)
 
 
 def test_disk_is_checked_up_front():
-    text = refused(shape_of("gpt-oss-120b"), options(disk_bytes=50 * GIB))
-    assert re.search(r"disk 65\.6\d GiB in write of a last block = activations 2\.81 \+ output 62\.83; 50\.00 GiB are given", text), text
+    text = refused(shape_of("gpt-oss-120b"), options(disk_bytes=50 * GIB, policy=EXPERTS))
+    assert re.search(r"disk 63\.5\d GiB in write of a last block = activations 2\.81 \+ output 60\.77; 50\.00 GiB are given", text), text
 
 
 def test_every_width_that_does_not_divide_is_listed_with_what_fits():
@@ -619,12 +630,33 @@ def test_a_head_that_is_to_be_quantized_is_refused_as_long_as_it_is_not_planned(
         make_plan(shape_of("llama-3.1-8b"), options(policy=QuantPolicy(ignore=("*",))))
 
 
+def test_a_plan_quantizes_what_the_policy_quantizes_on_the_real_modules():
+    """gpt-oss and DeepSeek-V4 on meta: the same weights in the same formats as formats.policy plans."""
+    for name in ("gpt_oss", "deepseek_v4", "deepseek_v3", "llama"):
+        policy = EXPERTS if name == "gpt_oss" else QuantPolicy(keep_indivisible=True)
+        entries = {entry.name: entry.format for entry in policy_plan(tiny_model(TINY[name], "meta"), policy).entries}
+        plan = make_plan(model_shape(TINY[name]), options(workers=1, policy=policy))
+        found = {
+            f"{plan.shape.prefix.format(layer)}.{weight}": chosen
+            for block in plan.blocks
+            for layer in block.layers
+            for weight, _, chosen in block.weights
+            if chosen is not None
+        }
+        assert found == entries
+
+
+def test_an_override_of_a_block_diagonal_linear_is_refused():
+    with pytest.raises(ModelError, match=r"layers.0.self_attn.o_a_proj: is to be mxfp4, but a block-diagonal linear stays"):
+        make_plan(model_shape(TINY["deepseek_v4"]), options(workers=1, policy=QuantPolicy(overrides={"*.o_a_proj": "mxfp4"})))
+
+
 def test_a_method_without_statistics_reads_no_sample():
-    plan = make_plan(shape_of("gpt-oss-120b"), options(method="rtn", reader_cpus=0))
+    plan = make_plan(shape_of("gpt-oss-120b"), options(method="rtn", reader_cpus=0, policy=EXPERTS))
     phases = plan.phases()
     assert plan.blocks[0].waves == 0 and plan.activation_bytes == 0
     assert phases["forward"] == phases["gram"] == phases["propagate"] == phases["reduce"] == 0 and phases["load"] > 0 < phases["solve"]
-    assert plan.output_bytes == make_plan(shape_of("gpt-oss-120b"), options()).output_bytes
+    assert plan.output_bytes == make_plan(shape_of("gpt-oss-120b"), options(policy=EXPERTS)).output_bytes
 
 
 @pytest.mark.parametrize(
@@ -661,7 +693,7 @@ def test_two_workers_halve_what_is_shared_and_nothing_else():
 
 
 def test_the_rates_divide_the_phases_they_name():
-    base = options(machine=MACHINES["h100"], memory_bytes=128 * GIB)
+    base = options(machine=MACHINES["h100"], memory_bytes=128 * GIB, policy=EXPERTS)
     shape = shape_of("gpt-oss-120b")
     before = make_plan(shape, base).phases()
     for field, phase in (("forward_flops_per_s", "forward"), ("network_bytes_per_s", "publish"), ("solve_flops_per_s", "solve")):
@@ -680,7 +712,9 @@ def command(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, s
 
 
 def test_the_command_prints_a_plan(capsys):
-    code, out, err = command(capsys, str(CONFIGS / "gpt-oss-120b.json"), "--workers", "8", "--memory", "64GiB", "--simulate", "1,8")
+    code, out, err = command(
+        capsys, str(CONFIGS / "gpt-oss-120b.json"), "--workers", "8", "--memory", "64GiB", "--simulate", "1,8", "--format", "mxfp4"
+    )
     assert (code, err) == (0, "")
     for words in (
         "116.83 B parameters",
@@ -715,9 +749,10 @@ def test_the_command_prints_json(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--memory", "16GiB"], "the least that fits"),
+        (["--memory", "16GiB", "--format", "mxfp4"], "the least that fits"),
         (["--memory", "64GiB", "--cpus", "8"], "7 worker(s) leave the readers theirs"),
-        (["--memory", "64GiB", "--format", "int4-g128"], "do not divide into blocks"),
+        (["--memory", "64GiB"], "is to be nvfp4, but the gpt-oss-mxfp4 layout holds every expert in mxfp4"),
+        (["--memory", "64GiB", "--format", "mxfp4", "--override", "*.q_proj=mxfp4"], "the gpt-oss-mxfp4 layout holds experts only"),
         (["--memory", "64"], "'64' is no size"),
         (["--memory", "64GiB", "--network", "10G"], "'10G' is no rate"),
         (["--memory", "64GiB", "--machine", "a100"], "unknown machine 'a100'"),
@@ -754,5 +789,5 @@ def test_rates_that_are_none_or_could_be_bits_or_bytes(text):
 
 
 def test_a_plan_is_plain_data():
-    plan: Plan = make_plan(shape_of("gpt-oss-120b"), options())
+    plan: Plan = make_plan(shape_of("gpt-oss-120b"), options(policy=EXPERTS))
     assert json.loads(json.dumps(plan.to_dict()))["needs"][0]["terms"]["process"] == PROCESS_BYTES

@@ -50,7 +50,8 @@ def plan_of(workers: int, *, shape: ModelShape | None = None, **values: Any) -> 
 
 def big(workers: int, name: str = "gpt-oss-120b") -> Plan:
     shape = model_shape(read_config(CONFIGS / f"{name}.json"))
-    return make_plan(shape, PlanOptions(workers=workers, memory_bytes=128 * GIB, machine=MACHINES["h100"]))
+    policy = QuantPolicy(format="mxfp4") if name == "gpt-oss-120b" else QuantPolicy()
+    return make_plan(shape, PlanOptions(workers=workers, memory_bytes=128 * GIB, machine=MACHINES["h100"], policy=policy))
 
 
 def lossy(rate: float, seed: int = 0, **values: Any) -> SimulationOptions:

@@ -27,8 +27,10 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssForCausalLM
 
 from prism_ray.core.errors import CheckpointError, FormatError, ModelError
 from prism_ray.formats import compressed_tensors, config_groups, gpt_oss, modelopt
+from prism_ray.formats.fp8 import fp8_dequantize
+from prism_ray.formats.parameters import load_block, load_expert
 from prism_ray.formats.policy import PlanEntry, QuantPlan, QuantPolicy
-from prism_ray.formats.sources import TensorSource, fp8_dequantize, load_block, load_expert
+from prism_ray.formats.sources import TensorSource
 from prism_ray.formats.spec import FORMATS
 from prism_ray.quantizers.rtn import rtn
 
