@@ -4,7 +4,8 @@
 
 hessian: one block of SmolLM2 on `samples` x `length` tokens, statistics collected, beside a bare forward pass of the same block on the same chunks; rounds interleaved.
 solve: seconds of each unit of a block: factor, scales and sweep (refine=0), and with two refinements.
-workers: the whole pass on SmolLM2 cut to `layers` blocks, over Ray with one worker and with two, one thread each; needs a machine with two free cores.
+workers: the whole pass on SmolLM2 cut to `layers` blocks, over Ray with one worker and with two, one thread each; needs a machine with two free cores. Beside the
+    measured phases what the plan says of two workers when every phase of one worker is scaled to its measured time.
 growth: the pass on random models: twice the tokens, twice the layers, twice the experts.
 
 `SECTIONS` names the sections; `--section` may be given more than once, default is all.
@@ -27,7 +28,11 @@ from typing import Any
 import torch
 
 from prism_ray.calibrate.config import CalibrateConfig
+from prism_ray.calibrate.costs import GIB, MACHINES, PlanOptions
+from prism_ray.calibrate.plan import make_plan
 from prism_ray.calibrate.run import calibrate
+from prism_ray.calibrate.shapes import ModelShape, model_shape, read_config
+from prism_ray.calibrate.simulate import stages
 from prism_ray.calibrate.skeleton import Skeleton
 from prism_ray.calibrate.text import make_chunks
 from prism_ray.calibrate.units import make_units, solve
@@ -114,9 +119,9 @@ def solve_units(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def workers(options: argparse.Namespace) -> dict[str, Any]:
-    """The pass over Ray with one worker and with two."""
+    """The pass over Ray with one worker and with two, phase by phase, and what the plan's replay says of two when its rates are those of one."""
     head = start(num_cpus=3)
-    found: dict[str, Any] = {}
+    runs: dict[int, list[dict[str, float]]] = {1: [], 2: []}
     try:
         with tempfile.TemporaryDirectory() as folder:
             model = load_model(MODEL, dtype=torch.bfloat16)
@@ -125,33 +130,43 @@ def workers(options: argparse.Namespace) -> dict[str, Any]:
             model.save_pretrained(Path(folder) / "model")
             load_tokenizer(MODEL).save_pretrained(Path(folder) / "model")
             (Path(folder) / "text.txt").write_text((ROOT / "docs" / "architecture.md").read_text() * 200)
+            shape = model_shape(read_config(Path(folder) / "model"))
             for count in (1, 2, 1, 2):
-                out = Path(folder) / "out"
-                command = [sys.executable, str(ROOT / "jobs" / "calibrate.py"), f"{folder}/model", "--data", f"{folder}/text.txt"]
-                command += [
-                    "--samples",
-                    str(options.samples),
-                    "--length",
-                    str(options.length),
-                    "--out",
-                    str(out),
-                    "--workers",
-                    str(count),
-                    "--keep-work",
-                ]
-                subprocess.run([*command, "dtype=float32", "data.chunk=2"], env=head.env, check=True, capture_output=True, cwd=ROOT)
-                work = out.with_name("out.work")
-                # The first block's time holds the actors' start.
-                lines = [json.loads(line) for line in (work / "progress.jsonl").read_text().splitlines()][1:]
-                found.setdefault(f"{count} workers, seconds of blocks 2 to {options.layers}", []).append(
-                    round(sum(line["seconds"] for line in lines), 2)
-                )
-                shutil.rmtree(work)
-                shutil.rmtree(out)
+                runs[count].append(run_of(options, Path(folder), count, head.env))
     finally:
         stop(head)
-    one, two = (min(times) for times in found.values())
-    return found | {"speed of two over one": round(one / two, 2)}
+    one, two = (min(runs[count], key=lambda phases: sum(phases.values())) for count in (1, 2))
+    planned = {count: planned_phases(options, shape, count) for count in (1, 2)}
+    predicted = {phase: one[phase] * planned[2][phase] / planned[1][phase] for phase in one}
+    return {
+        f"seconds of blocks 2 to {options.layers}": {f"{count} workers": found for count, found in runs.items()},
+        "speed of two over one": round(sum(one.values()) / sum(two.values()), 2),
+        "two, predicted": {phase: round(seconds, 2) for phase, seconds in predicted.items()},
+        "predicted speed of two over one": round(sum(one.values()) / sum(predicted.values()), 2),
+    }
+
+
+def run_of(options: argparse.Namespace, folder: Path, count: int, env: dict[str, str]) -> dict[str, float]:
+    """Seconds a phase of one pass with `count` workers; the first block's are left out, they hold the actors' start."""
+    out = folder / "out"
+    command = [sys.executable, str(ROOT / "jobs" / "calibrate.py"), f"{folder}/model", "--data", f"{folder}/text.txt", "--keep-work"]
+    command += ["--samples", str(options.samples), "--length", str(options.length), "--out", str(out), "--workers", str(count)]
+    subprocess.run([*command, "dtype=float32", "data.chunk=2"], env=env, check=True, capture_output=True, cwd=ROOT)
+    work = out.with_name("out.work")
+    lines = [json.loads(line) for line in (work / "progress.jsonl").read_text().splitlines()][1:]
+    shutil.rmtree(work)
+    shutil.rmtree(out)
+    return {phase: round(sum(line["phases"][phase] for line in lines), 2) for phase in ("collect", "solve", "propagate")}
+
+
+def planned_phases(options: argparse.Namespace, shape: ModelShape, count: int) -> dict[str, float]:
+    """The plan's seconds of the same phases: the slowest shard's, and the busiest owner's."""
+    given = {"workers": count, "memory_bytes": 8 * GIB, "machine": MACHINES["cpu2"], "samples": options.samples, "length": options.length}
+    found = {"collect": 0.0, "solve": 0.0, "propagate": 0.0}
+    for stage in stages(make_plan(shape, PlanOptions(**given))):
+        owned = [sum(task.seconds for task in stage.tasks if task.owner == owner) for owner in range(count)]
+        found[stage.kind] += max(owned) if stage.kind == "solve" else max(stage.seconds)
+    return found
 
 
 def growth(options: argparse.Namespace) -> dict[str, Any]:

@@ -14,7 +14,8 @@ import os
 import resource
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -251,6 +252,7 @@ class _Stages:
         self.started = time.monotonic()
         self.first: int | None = None
         self.prefix = ""
+        self.phases: dict[str, float] = {}
 
     def blocks(self, folder: Path) -> int:
         """Number of decoder blocks."""
@@ -281,17 +283,26 @@ class _Stages:
         if done.is_file() and (not self.lanes or index >= blocks or self._ready(index + 1) or self._block_file(index + 1).is_file()):
             return
         began = time.monotonic()
+        self.phases = {}
         if self.first is None:
             self.first = index
         if self.lanes and not self._ready(index):
-            self._restore(index)
+            with self._timed("restore"):
+                self._restore(index)
         if not done.is_file():
             self._solve(index, done)
         if self.lanes and index < blocks:
-            self.crew.propagate(index, self.shares)
+            with self._timed("propagate"):
+                self.crew.propagate(index, self.shares)
             self._complete(index + 1)
             shutil.rmtree(self.work / "activations" / f"{index:04d}", ignore_errors=True)
         self._report(index, blocks, began)
+
+    @contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        began = time.monotonic()
+        yield
+        self.phases[phase] = round(time.monotonic() - began, 3)
 
     def _restore(self, index: int) -> None:
         """The inputs of a block when they are not there: from the start, through the blocks that are done."""
@@ -305,13 +316,16 @@ class _Stages:
 
     def _solve(self, index: int, done: Path) -> None:
         shutil.rmtree(done.parent, ignore_errors=True)
-        groups, handles = self.crew.collect(index, self.spans) if self.lanes else (self._lone_groups(index), {})
+        with self._timed("collect"):
+            groups, handles = self.crew.collect(index, self.spans) if self.lanes else (self._lone_groups(index), {})
         units = self._units(index, groups)
         numbers = {unit.name: number for number, unit in enumerate(units)}
         owned = [[(numbers[unit.name], unit) for unit in part] for part in assign(units, self.crew.workers, self.config.options.refine)]
-        parts = self.crew.solve(index, owned, handles, self.config.method, self.config.options)
+        with self._timed("solve"):
+            parts = self.crew.solve(index, owned, handles, self.config.method, self.config.options)
         done.parent.mkdir(parents=True, exist_ok=True)
-        write_json(done, {"parts": sorted(part["part"] for part in parts), "state_bytes": sum(part["state_bytes"] for part in parts)})
+        sums = {key: sum(part.get(key, 0) for part in parts) for key in ("state_bytes", "received_bytes")}
+        write_json(done, {"parts": sorted(part["part"] for part in parts), **sums})
 
     def _lone_groups(self, index: int) -> list[InputGroup]:
         """Every weight a group of its own: without rows nobody shares an input."""
@@ -342,6 +356,7 @@ class _Stages:
             samples=self.samples,
             seconds=round(time.monotonic() - began, 2),
             seconds_left=round(max(0.0, left), 1),
+            phases=self.phases,
         )
         self.say(
             f"block {index + 1}/{blocks}: {progress_text(line)}, {line['seconds_left']:.0f} s left, peak {line['peak_bytes'] / 2**30:.2f} GiB"
@@ -378,7 +393,7 @@ def summarize(config: CalibrateConfig, work: Path, run: Mapping[str, Any], plan:
         raise DataError(f"{len(records)} weights were quantized, {sum(planned.values())} were planned", where=str(work))
     fallbacks = [record for record in records if record["method"] != record["asked"]]
     starved = [record for record in records if record["tokens"] < record["shape"][1]] if run["samples"] else []
-    state_bytes = sum(json.loads(path.read_text())["state_bytes"] for path in (work / "blocks").glob("*/block.json"))
+    blocks = [json.loads(path.read_text()) for path in (work / "blocks").glob("*/block.json")]
     return {
         "model": config.model,
         "method": config.method,
@@ -395,7 +410,8 @@ def summarize(config: CalibrateConfig, work: Path, run: Mapping[str, Any], plan:
         "damping_raised": sum(record["retries"] > 0 for record in records),
         "error_before": _mean([record["error_before"] for record in records]),
         "error_after": _mean([record["error_after"] for record in records]),
-        "state_bytes": state_bytes,
+        "state_bytes": sum(block["state_bytes"] for block in blocks),
+        "received_bytes": sum(block.get("received_bytes", 0) for block in blocks),
         "kept_bytes": sum(size for _, _, size in plan.kept),
     }
 

@@ -89,14 +89,17 @@ class CalibrationWorker:
         packs: Sequence[Sequence[ray.ObjectRef]],
         method: str,
         options: QuantizerOptions,
+        own: int,
     ) -> list[dict[str, Any]]:
-        """Quantize units one after the other, each with its states fetched just before."""
+        """Quantize units one after the other, each with its states fetched just before. own: which pack of a unit this worker made itself."""
         done: list[dict[str, Any]] = []
         for unit, references in zip(units, packs, strict=True):
             states: dict[Node, dict[str, GramState]] = {}
-            for part in ray.get(list(references)):
+            received = 0
+            for worker, part in enumerate(ray.get(list(references))):
                 states |= part
-            done += self._worker.solve(index, [unit], states, method, options)
+                received += sum(state.nbytes for held in part.values() for state in held.values()) if worker != own else 0
+            done += [line | {"received_bytes": received} for line in self._worker.solve(index, [unit], states, method, options)]
         return done
 
     def propagate(self, index: int, numbers: Sequence[int]) -> None:
@@ -225,7 +228,7 @@ class RayCrew:
                 packs[unit.name].append(reference)
             self._collected[worker] = None
         calls = [
-            self._actors[worker].solve.remote(index, list(part), [packs[unit.name] for _, unit in part], method, options)
+            self._actors[worker].solve.remote(index, list(part), [packs[unit.name] for _, unit in part], method, options, worker)
             for worker, part in enumerate(owned)
             if part
         ]
