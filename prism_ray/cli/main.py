@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import typer
 
 from prism_ray import __version__
-from prism_ray.cli import drift, local, merge, package, plan, quantize, survey, sweep, train
+from prism_ray.cli import adapter, cluster, drift, local, merge, package, plan, quantize, survey, sweep, train
 from prism_ray.core.errors import EXIT_FAILED, EXIT_OK, EXIT_USER_ERROR, CalibrationFailed, PrismError, SweepFailed
 
 app = typer.Typer(name="prism-ray", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
@@ -21,6 +21,8 @@ app.command("plan")(plan.plan)
 app.command("survey")(survey.survey)
 app.command("package")(package.package)
 app.command("local")(local.local)
+app.add_typer(cluster.app, name="cluster")
+app.add_typer(adapter.app, name="adapter")
 
 
 @app.command("version")
