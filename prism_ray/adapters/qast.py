@@ -10,6 +10,12 @@ The product is taken in float64. In float32 its last bit depends on the number o
 close enough to a rounding boundary for that bit to move its byte; then a plane merged elsewhere would differ from the one trained.
 
 A block whose base scale is 0 stays 0: a multiplicative correction cannot revive it (field case FMT-04).
+
+Without QAST (`clipped_scales`) the forward uses the clipped correction as it is, and a merge rounds what training never saw rounded: the comparison that
+shows what the rounding in the forward is for (scale-qlora §G.3).
+
+Legend: O rows, G scale blocks of a row, r rank. Experts have a leading dimension and are computed one at a time: a batched product may sum in another
+order than the product of the one expert that a forward takes.
 """
 
 from __future__ import annotations
@@ -19,6 +25,9 @@ import torch
 from prism_ray.core.errors import FormatError
 from prism_ray.formats.spec import FormatSpec
 
+# The name of `grid.encode`'s rule, for manifests: a plane is read and merged again by the rule that it was trained with (field case FMT-03).
+ROUNDING = {"e4m3": "nearest-even", "e8m0": "nearest-log2", "bf16": "nearest-even"}
+
 
 def corrected_scales(base: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float, spec: FormatSpec) -> torch.Tensor:
     """Real-valued s0 * (1 + scaling * B A), float64 [O, G], before clip and rounding. base: uint8 bytes [O, G]."""
@@ -26,23 +35,37 @@ def corrected_scales(base: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scali
 
 
 def effective_scales(base: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float, spec: FormatSpec) -> torch.Tensor:
-    """The on-grid scale bytes uint8 [O, G] for base bytes [O, G], A [r, G], B [O, r]; see the module docstring.
+    """The on-grid scale bytes uint8 [O, G] for base bytes [O, G], A [r, G], B [O, r], or all three with a leading dimension of experts.
 
     NaN factors give an illegal byte that decodes to NaN, so that the layer's output is NaN. The loss need not be: torch's attention on CPUs returns
     zeros for NaN queries and keys. Hence `require_finite` before factors are saved or merged.
     """
-    return round_scales(base, a, b, scaling, spec)[0]
+    if base.ndim == 2:
+        return round_scales(base, a, b, scaling, spec)[0]
+    out = torch.empty_like(base)
+    for expert in range(base.shape[0]):
+        out[expert] = round_scales(base[expert], a[expert], b[expert], scaling, spec)[0]
+    return out
 
 
 def round_scales(
     base: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float, spec: FormatSpec
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(`effective_scales`, inside): `inside` is bool [O, G], true where the clip left the scale alone, which is where a gradient passes."""
+    scale, inside = clipped_scales(base, a, b, scaling, spec)
+    # An encoder keeps a zero where its grid has one; E8M0 has none, and no base scale of it is zero.
+    return spec.grid.encode(scale), inside
+
+
+def clipped_scales(
+    base: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float, spec: FormatSpec
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(scales, inside) before the rounding: clip(s0 * (1 + scaling * B A)) as float32 [O, G], zero where s0 is; the mask of `round_scales`."""
     grid = spec.grid
     decoded = grid.decode(base)
     raw = _correct(decoded, a, b, scaling)
     clipped = raw.clamp(grid.smallest, grid.largest)
-    return grid.encode(clipped.to(torch.float32)).mul_(decoded != 0), clipped == raw
+    return clipped.to(torch.float32).masked_fill_(decoded == 0, 0.0), clipped == raw
 
 
 def straight_through(

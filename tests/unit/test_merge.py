@@ -70,7 +70,7 @@ def test_the_merged_checkpoint_is_the_unmerged_model_to_the_bit(base, tmp_path, 
     model = adapted(base, dtype=dtype)
     report = merge_to_folder(model, base, tmp_path / "merged")
     assert report.max_abs_dw == 0.0 and report.codes_identical
-    assert all(layer.max_abs_dw == 0.0 and layer.lost_correction == 0.0 for layer in report.layers.values())
+    assert all(layer.max_abs_dw == 0.0 and layer.lost_at_merge == 0.0 for layer in report.layers.values())
     merged = load_quantized_model(tmp_path / "merged", dtype=dtype)
     assert torch.equal(logits(merged), logits(model))
     assert not torch.equal(logits(merged), logits(load_quantized_model(base, dtype=dtype)))

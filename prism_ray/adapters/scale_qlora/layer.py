@@ -1,4 +1,4 @@
-"""`ScaleQLoraLinear`: an FP4Linear whose scales are corrected and rounded in every forward pass.
+"""`ScaleQLoraLinear`: an FP4Linear whose scales are corrected and rounded in every forward pass; `ScaleQLoraLayer`: what it shares with experts.
 
 Forward  s = effective_scales(s0, A, B);  W = codes * s * t;  y = x W'.
 Backward dL/dx = dy W;  dL/ds [O, G] = t * sum over a block of codes * (dy' x);  then the straight-through rule of `qast`.
@@ -6,26 +6,83 @@ Backward dL/dx = dy W;  dL/ds [O, G] = t * sum over a block of codes * (dy' x); 
 Only x, A, B and the rounded scale bytes with their clip mask are kept between the two (x is shared by q/k/v and gate/up, as autograd keeps it for any
 linear). W and the [O, I] product dy' x live inside one call, so the extra memory of a step is one layer's, whatever the depth. A and B stay float32.
 
+Without QAST s = clipped_scales(s0, A, B) in float32; W is then made in float32 and cast once, for a scale in bfloat16 would be rounded after all.
+
 Legend: T tokens, O out, I in, G = I / block, r rank.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
 from torch import nn
 
-from prism_ray.adapters.qast import effective_scales, require_finite, round_scales, straight_through
+from prism_ray.adapters.qast import clipped_scales, effective_scales, require_finite, round_scales, straight_through
 from prism_ray.adapters.scale_qlora.config import ScaleQLoraConfig
 from prism_ray.core.errors import ConfigError, GridMismatch
-from prism_ray.formats.modules import FP4Linear
+from prism_ray.formats.modules import FP4Linear, QuantizedModule
+from prism_ray.formats.spec import FormatSpec
 from prism_ray.formats.tensor import apply_scales, unscaled
 
 
-def require_fit(base_layer: FP4Linear, config: ScaleQLoraConfig, name: str) -> None:
+class Planes(Protocol):
+    """One weight [O, I] as planes: an FP4Linear, or one expert of FP4Experts."""
+
+    @property
+    def format(self) -> FormatSpec: ...
+    @property
+    def in_features(self) -> int: ...
+    @property
+    def out_features(self) -> int: ...
+    @property
+    def factor(self) -> float: ...
+    @property
+    def code_bytes(self) -> torch.Tensor: ...
+    @property
+    def scales(self) -> torch.Tensor: ...
+    def dequantize(self, dtype: torch.dtype, scale: torch.Tensor | None = None) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Correction:
+    """What an adapter does to one weight [O, I]: planes, its base scale bytes uint8 [O, G], factors A [r, G] and B [O, r]; expert: its number, or None."""
+
+    planes: Planes
+    base: torch.Tensor
+    a: torch.Tensor
+    b: torch.Tensor
+    scaling: float
+    qast: bool
+    expert: int | None = None
+
+    def scale_bytes(self) -> torch.Tensor:
+        """What a merge writes."""
+        return effective_scales(self.base, self.a, self.b, self.scaling, self.planes.format)
+
+    def forward_scales(self) -> torch.Tensor:
+        """float32 [O, G]: what the unmerged forward multiplies by."""
+        return self.planes.format.grid.decode(self.scale_bytes()) if self.qast else self.real_scales()
+
+    def real_scales(self) -> torch.Tensor:
+        """float32 [O, G]: the clipped correction before the rounding."""
+        return clipped_scales(self.base, self.a, self.b, self.scaling, self.planes.format)[0]
+
+    def weight(self, dtype: torch.dtype) -> torch.Tensor:
+        """The unmerged forward's weight."""
+        return dense(self.planes, dtype, self.forward_scales(), self.qast)
+
+
+def dense(planes: Planes, dtype: torch.dtype, scale: torch.Tensor, on_grid: bool) -> torch.Tensor:
+    """The weight under decoded float32 scales; those off the grid need float32 until the one rounding at the end."""
+    return planes.dequantize(dtype, scale) if on_grid else planes.dequantize(torch.float32, scale).to(dtype)
+
+
+def require_fit(base_layer: QuantizedModule, config: ScaleQLoraConfig, name: str) -> None:
     """Raise ConfigError for a rank above the layer's number of scale blocks, GridMismatch for an adapter of another grid or a format that is not FP4;
     `name` is the layer."""
     spec = base_layer.format
@@ -36,7 +93,7 @@ def require_fit(base_layer: FP4Linear, config: ScaleQLoraConfig, name: str) -> N
     groups = base_layer.scales.shape[-1]
     if config.r > groups:
         raise ConfigError(
-            f"rank {config.r} exceeds the {groups} scale blocks of a row ({base_layer.in_features} columns, {spec.name} block {spec.block})",
+            f"rank {config.r} exceeds the {groups} scale blocks of a row ({groups * spec.block} columns, {spec.name} block {spec.block})",
             where=name or "r",
             remedy=f"use a rank of at most {groups}, or leave the layer out",
         )
@@ -48,19 +105,21 @@ def require_fit(base_layer: FP4Linear, config: ScaleQLoraConfig, name: str) -> N
         )
 
 
-class ScaleQLoraLinear(nn.Module, BaseTunerLayer):
-    """PEFT tuner layer over one FP4Linear; any number of named adapters, one active at a time."""
+class ScaleQLoraLayer(nn.Module, BaseTunerLayer):
+    """PEFT tuner layer over one quantized module; any number of named adapters, one active at a time."""
 
-    adapter_layer_names = ("qast_A", "qast_B")
-    other_param_names = ("r", "scaling")
+    adapter_layer_names: tuple[str, ...] = ("qast_A", "qast_B")
+    other_param_names: tuple[str, ...] = ("r", "scaling", "qast", "experts")
+    base_layer: QuantizedModule
 
-    def __init__(self, base_layer: FP4Linear, adapter_name: str, config: ScaleQLoraConfig, name: str = ""):
+    def __init__(self, base_layer: QuantizedModule, adapter_name: str, config: ScaleQLoraConfig, name: str = ""):
         super().__init__()
         self.base_layer = base_layer
-        self.in_features, self.out_features = base_layer.in_features, base_layer.out_features
         self.name = name
         self.r: dict[str, int] = {}
         self.scaling: dict[str, float] = {}
+        self.qast: dict[str, bool] = {}
+        self.experts: dict[str, list[int]] = {}  # of expert layers: the experts of each adapter
         self.qast_A = nn.ParameterDict()
         self.qast_B = nn.ParameterDict()
         self._disable_adapters = False
@@ -75,14 +134,23 @@ class ScaleQLoraLinear(nn.Module, BaseTunerLayer):
         Raises ConfigError for a rank above the number of scale blocks, GridMismatch for an adapter of another grid.
         """
         require_fit(self.base_layer, config, self.name)
-        groups = self.base_layer.scales.shape[-1]
+        leading = self._leading(adapter_name, config)
+        rows, groups = self.base_layer.scales.shape[-2:]
         device = self.base_layer.scales.device
-        a = torch.empty(config.r, groups, dtype=torch.float32, device=device)
+        a = torch.empty(*leading, config.r, groups, dtype=torch.float32, device=device)
         nn.init.uniform_(a, -1 / math.sqrt(groups), 1 / math.sqrt(groups))
-        self.r[adapter_name], self.scaling[adapter_name] = config.r, config.scaling
+        self.r[adapter_name], self.scaling[adapter_name], self.qast[adapter_name] = config.r, config.scaling, config.qast
         self.qast_A[adapter_name] = nn.Parameter(a)
-        self.qast_B[adapter_name] = nn.Parameter(torch.zeros(self.out_features, config.r, dtype=torch.float32, device=device))
+        self.qast_B[adapter_name] = nn.Parameter(torch.zeros(*leading, rows, config.r, dtype=torch.float32, device=device))
         self.set_adapter(self.active_adapters, inference_mode=inference_mode)
+
+    def _leading(self, adapter_name: str, config: ScaleQLoraConfig) -> tuple[int, ...]:
+        """Dimensions before [r, G] and [O, r] of the factors of an adapter that is being added."""
+        return ()
+
+    def corrections(self, adapter_name: str) -> Iterator[Correction]:
+        """The weights that an adapter corrects, over the base scales, factors detached."""
+        raise NotImplementedError
 
     def active_name(self) -> str | None:
         """The one active adapter that this layer holds, or None; several raise ConfigError."""
@@ -93,25 +161,21 @@ class ScaleQLoraLinear(nn.Module, BaseTunerLayer):
             )
         return names[0] if names else None
 
-    @property
-    def base_scales(self) -> torch.Tensor:
-        """The scale bytes uint8 [O, G] of the base, also while an adapter is merged over them."""
-        return self._unmerged_scales[0] if self.merged_adapters else self.base_layer.scales
-
-    def scale_bytes(self, adapter_name: str) -> torch.Tensor:
-        """The on-grid scale bytes uint8 [O, G] of an adapter: what the forward uses and what a merge writes."""
-        with torch.no_grad():
-            a, b = self.qast_A[adapter_name], self.qast_B[adapter_name]
-            return effective_scales(self.base_scales, a, b, self.scaling[adapter_name], self.base_layer.format)
-
-    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def _in_use(self) -> str | None:
+        """The adapter that a forward pass must apply itself: the active one, unless it is disabled or merged."""
         name = None if self.disable_adapters or self.merged else self.active_name()
         if self.disable_adapters and self.merged:
             self.unmerge()
-        if name is None:
-            return self.base_layer(x)
-        y = _ScaleQLora.apply(x, self.qast_A[name], self.qast_B[name], self.base_layer, self.scaling[name])
-        return y if self.base_layer.bias is None else y + self.base_layer.bias.to(y.dtype)
+        return name
+
+    @property
+    def base_scales(self) -> torch.Tensor:
+        """The scale bytes uint8 [..., O, G] of the base, also while an adapter is merged over them."""
+        return self._unmerged_scales[0] if self.merged_adapters else self.base_layer.scales
+
+    def scale_bytes(self, adapter_name: str) -> torch.Tensor:
+        """The on-grid scale bytes uint8 [..., O, G] of an adapter: what a merge writes and, with QAST, what the forward uses."""
+        raise NotImplementedError
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Write the adapter's scale bytes into the base layer; the replaced bytes are kept, so `unmerge` restores them exactly."""
@@ -140,28 +204,71 @@ class ScaleQLoraLinear(nn.Module, BaseTunerLayer):
         return False
 
 
-class _ScaleQLora(torch.autograd.Function):
+class ScaleQLoraLinear(ScaleQLoraLayer):
+    """The tuner layer of one FP4Linear: A [r, G], B [O, r]."""
+
+    base_layer: FP4Linear
+
+    def __init__(self, base_layer: FP4Linear, adapter_name: str, config: ScaleQLoraConfig, name: str = ""):
+        super().__init__(base_layer, adapter_name, config, name)
+        self.in_features, self.out_features = base_layer.in_features, base_layer.out_features
+
+    def corrections(self, adapter_name: str) -> Iterator[Correction]:
+        a, b = self.qast_A[adapter_name].detach(), self.qast_B[adapter_name].detach()
+        scaling, qast = self.scaling[adapter_name], self.qast[adapter_name]
+        yield Correction(planes=self.base_layer, base=self.base_scales, a=a, b=b, scaling=scaling, qast=qast)
+
+    def scale_bytes(self, adapter_name: str) -> torch.Tensor:
+        return next(self.corrections(adapter_name)).scale_bytes()
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        name = self._in_use()
+        if name is None:
+            return self.base_layer(x)
+        y = CorrectedLinear.apply(x, self.qast_A[name], self.qast_B[name], self.base_layer, self.scaling[name], self.qast[name], None)
+        return y if self.base_layer.bias is None else y + self.base_layer.bias.to(y.dtype)
+
+
+class CorrectedLinear(torch.autograd.Function):
+    """y = x W' [T, O] of one corrected weight. held: None, or (A, B, index) where `a` and `b` are rows of the parameters A and B."""
+
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, base: FP4Linear, scaling: float) -> torch.Tensor:
-        data, inside = round_scales(base.scales, a, b, scaling, base.format)
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        planes: Planes,
+        scaling: float,
+        qast: bool,
+        held: tuple[torch.Tensor, torch.Tensor, int] | None,
+    ) -> torch.Tensor:
+        rule = round_scales if qast else clipped_scales
+        scales, inside = rule(planes.scales, a, b, scaling, planes.format)
         # The parameters themselves are saved, never views of them: ZeRO-3 swaps their data between forward and backward. The bytes and the
         # mask cost two bytes a block, an eighth of the codes; rounding again in backward would cost three more passes in float64.
-        ctx.save_for_backward(x, a, b, data, inside)
-        ctx.base, ctx.scaling = base, scaling
-        return torch.nn.functional.linear(x, base.dequantize(x.dtype, base.format.grid.decode(data)))
+        whole_a, whole_b, ctx.index = (a, b, None) if held is None else held
+        ctx.save_for_backward(x, whole_a, whole_b, scales, inside)
+        ctx.planes, ctx.scaling, ctx.qast = planes, scaling, qast
+        decoded = planes.format.grid.decode(scales) if qast else scales
+        return torch.nn.functional.linear(x, dense(planes, x.dtype, decoded, qast))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, a, b, data, inside = ctx.saved_tensors
-        base: FP4Linear = ctx.base
-        grad_y = grads[0].reshape(-1, base.out_features)
+        x, a, b, scales, inside = ctx.saved_tensors
+        if ctx.index is not None:
+            a, b = a[ctx.index], b[ctx.index]
+        planes: Planes = ctx.planes
+        grad_y = grads[0].reshape(-1, planes.out_features)
         grad_a = grad_b = grad_x = None
-        weight = unscaled(base.code_bytes, base.format.codes, x.dtype)
+        weight = unscaled(planes.code_bytes, planes.format.codes, x.dtype)
         if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
-            outer = (grad_y.T @ x.reshape(-1, base.in_features)).mul_(weight)
-            grad_scale = outer.view(*data.shape, base.format.block).sum(-1, dtype=torch.float32).mul_(base.factor)
+            outer = (grad_y.T @ x.reshape(-1, planes.in_features)).mul_(weight)
+            grad_scale = outer.view(*scales.shape, planes.format.block).sum(-1, dtype=torch.float32).mul_(planes.factor)
             del outer
-            grad_a, grad_b = straight_through(grad_scale, base.scales, inside, a, b, ctx.scaling, base.format)
+            grad_a, grad_b = straight_through(grad_scale, planes.scales, inside, a, b, ctx.scaling, planes.format)
         if ctx.needs_input_grad[0]:
-            grad_x = (grad_y @ apply_scales(weight, base.format.grid.decode(data), base.factor)).view_as(x)
-        return grad_x, grad_a, grad_b, None, None
+            decoded = planes.format.grid.decode(scales) if ctx.qast else scales
+            held = weight if ctx.qast else weight.to(torch.float32)  # off the grid: `dense`
+            grad_x = (grad_y @ apply_scales(held, decoded, planes.factor).to(x.dtype)).view_as(x)
+        return grad_x, grad_a, grad_b, None, None, None, None
