@@ -23,8 +23,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from prism_ray.adapters.folder import printable, printable_text
-from prism_ray.adapters.scale_plane import EXPERTS, SCALE_PLANE_NAME, TOKENIZER_NAME, base_planes, require_numbers
-from prism_ray.core.digests import sha256_file, sha256_tensors
+from prism_ray.adapters.scale_plane import EXPERTS, SCALE_PLANE_NAME, base_planes, require_numbers, tokenizer_digest
+from prism_ray.core.digests import sha256_tensors
 from prism_ray.core.errors import CheckpointError, FormatError, PrismError, one_line
 from prism_ray.core.files import atomic_path
 from prism_ray.core.manifest import MANIFEST_NAME, read_manifest
@@ -102,12 +102,6 @@ def cut_experts(model: torch.nn.Module, tensors: Mapping[str, QuantTensor]) -> d
     for name, tensor in tensors.items():
         out |= {name: tensor} if len(tensor.shape) == 2 else dict(convention.split_experts(name, tensor, stored))
     return out
-
-
-def tokenizer_digest(folder: Path | str) -> str | None:
-    """SHA-256 of a model folder's tokenizer.json, as adapter manifests hold it; None without one."""
-    path = Path(folder) / TOKENIZER_NAME
-    return sha256_file(path) if path.is_file() else None
 
 
 def read_planes_file(path: Path) -> dict[str, torch.Tensor]:

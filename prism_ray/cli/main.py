@@ -8,13 +8,13 @@ from collections.abc import Sequence
 import typer
 
 from prism_ray import __version__
-from prism_ray.cli import adapter, cluster, drift, local, merge, package, plan, quantize, survey, sweep, train
+from prism_ray.cli import adapter, cluster, drift, local, package, plan, quantize, survey, sweep, train
 from prism_ray.core.errors import EXIT_FAILED, EXIT_OK, EXIT_USER_ERROR, CalibrationFailed, PrismError, SweepFailed
 
 app = typer.Typer(name="prism-ray", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 app.command("quantize")(quantize.quantize)
 app.command("train")(train.train)
-app.command("merge")(merge.merge)
+app.command("merge")(adapter.merge)
 app.command("sweep")(sweep.sweep)
 app.command("drift")(drift.drift)
 app.command("plan")(plan.plan)

@@ -46,8 +46,8 @@ def quantize(
     from prism_ray.calibrate.assemble import write_checkpoint
     from prism_ray.calibrate.config import CalibrateConfig
     from prism_ray.calibrate.run import calibrate
-    from prism_ray.formats.policy import make_plan
     from prism_ray.formats.parameters import meta_model
+    from prism_ray.formats.policy import make_plan
     from prism_ray.formats.spec import FORMATS
     from prism_ray.models.source import resolve
     from prism_ray.quantizers.methods import METHODS

@@ -12,9 +12,9 @@ from prism_ray.training.config import TrainConfig
 def prepare_format(data: dict[str, Any], rank: int, gpu: bool) -> dict[str, Any]:
     """Base folder, fingerprints, sizes and metrics of one format; refuses a rank above the number of scale blocks."""
     import torch
+    from peft import get_peft_model
 
-    from prism_ray.adapters.scale_qlora import ScaleQLoraConfig, ScaleQLoraModel
-    from prism_ray.adapters.scale_qlora.model import trainable_parameters
+    from prism_ray.adapters.methods import ADAPTER_METHODS, AdapterSettings, budget, target_shapes
     from prism_ray.formats.checkpoint import load_quantized_model
     from prism_ray.models.load import load_tokenizer
     from prism_ray.training.base import base_manifest, prepare_base
@@ -24,12 +24,13 @@ def prepare_format(data: dict[str, Any], rank: int, gpu: bool) -> dict[str, Any]
     config = TrainConfig.load(data)
     base = prepare_base(config.model, config.format)
     model = load_quantized_model(base, dtype=torch.bfloat16)
-    targets = config.adapter.target_modules
-    tuner = ScaleQLoraModel(
-        model, {"default": ScaleQLoraConfig(r=rank, target_modules=None if targets is None else list(targets))}, "default"
-    )
-    parameters = sum(value.numel() for value in trainable_parameters(tuner).values())
-    del tuner, model
+    chosen, adapter = ADAPTER_METHODS[config.adapter.method], config.adapter
+    settings = AdapterSettings(rank=rank, alpha=adapter.alpha, target_modules=adapter.target_modules, experts=adapter.experts)
+    # Injection is what refuses a rank above the number of scale blocks.
+    get_peft_model(model, chosen.build(model, settings))
+    shapes = target_shapes(model, adapter.target_modules).values()
+    parameters = budget(adapter.method, shapes, rank, match=adapter.match_parameters).parameters
+    del model
     manifest = base_manifest(base)
     size = sum(path.stat().st_size for path in base.iterdir())
     metrics = evaluate_checkpoint(config, base, device="cuda" if gpu else "cpu")

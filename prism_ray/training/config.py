@@ -8,15 +8,21 @@ from pydantic import Field, model_validator
 
 from prism_ray.core.compute import DtypeName
 from prism_ray.core.config import Config
+from prism_ray.formats.spec import FORMATS
 from prism_ray.training.task import BenchmarkConfig, ReferenceConfig, TaskConfig
 
 
 class AdapterConfig(Config):
-    """Scale-QLoRA: rank, and alpha of the correction alpha / rank * B A. target_modules None: every FP4 linear layer."""
+    """method: see prism_ray.adapters.methods. rank, and alpha of the correction alpha / rank * B A; PEQA has neither. target_modules None: every FP4 linear layer.
+    experts: which experts of the expert weights that target_modules names are trained (Scale-QLoRA), None for all of them.
+    match_parameters: `rank` is Scale-QLoRA's; another method gets the rank whose number of trained parameters is nearest, with the same alpha / rank."""
 
+    method: Literal["scale-qlora", "scale-qlora-no-qast", "qlora", "qat-lora", "peqa", "peqa-block"] = "scale-qlora"
+    match_parameters: bool = False
     rank: int = Field(default=8, ge=1)
     alpha: float = Field(default=16.0, gt=0)
     target_modules: tuple[str, ...] | None = None
+    experts: tuple[int, ...] | None = None
 
 
 class RegularizerConfig(Config):
@@ -83,4 +89,9 @@ class TrainConfig(Config):
     def _check(self) -> Self:
         if self.batch_size % self.micro_batch_size:
             raise ValueError(f"batch_size {self.batch_size} is not a multiple of micro_batch_size {self.micro_batch_size}")
+        # An unknown name is refused where the base is made; a known one that the method cannot adapt, here, before anything is loaded.
+        if self.format in FORMATS and not FORMATS[self.format].is_fp4:
+            from prism_ray.adapters.methods import require_format  # PEFT is loaded only for a format that may be refused
+
+            require_format(self.adapter.method, FORMATS[self.format])
         return self

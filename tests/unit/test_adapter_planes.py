@@ -10,7 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from prism_ray.adapters.folder import printable_text
 from prism_ray.adapters.ids import MAX_ID_LENGTH, require_adapter_id
-from prism_ray.adapters.planes import BasePlanes, OnGridDelta, ScalePlane, expert_parts, name_some, tokenizer_digest
+from prism_ray.adapters.planes import BasePlanes, OnGridDelta, ScalePlane, expert_parts, name_some
+from prism_ray.adapters.scale_plane import tokenizer_digest
 from prism_ray.core.digests import sha256_file
 from prism_ray.core.errors import CheckpointError, ConfigError, FormatError
 from prism_ray.core.manifest import read_manifest
