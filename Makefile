@@ -43,11 +43,11 @@ quickstart: sweep
 
 # Unit tests share the cores; Ray tests start clusters of their own and want the machine for themselves. Both run, whatever the first says.
 test: $(STAMP)
-	$(BIN)/python -m pytest -q -n 2 tests/unit tests/numerics; first=$$?; \
+	$(BIN)/python -m pytest -q -n 2 tests/unit tests/numerics tests/kernels; first=$$?; \
 	$(BIN)/python -m pytest -q tests/ray tests/e2e tests/gpu && exit $$first
 
 test-fast: $(STAMP)
-	$(BIN)/python -m pytest -q -n 2 tests/unit tests/numerics
+	$(BIN)/python -m pytest -q -n 2 tests/unit tests/numerics tests/kernels
 
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest -q tests/gpu

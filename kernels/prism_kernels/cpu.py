@@ -93,6 +93,13 @@ class DequantCache:
             self._remove(name)
         return len(names)
 
+    def forget(self, key: Hashable) -> int:
+        """Forget every weight that was cached under a `key`; returns how many."""
+        names = [name for name in self._entries if isinstance(name, tuple) and name[0][-1] == key]  # type: ignore[index]
+        for name in names:
+            self._remove(name)
+        return len(names)
+
     def clear(self) -> None:
         """Forget everything; the counters stay."""
         self._entries.clear()

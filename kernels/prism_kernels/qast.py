@@ -11,7 +11,7 @@ of order one, about one block in 10^12. Where the products are exact (B = 0 at t
 error bound, and this product for the blocks near a boundary; r multiplications a block are a share of r / (block * tokens) of the layer's.
 
 *Memory.* Between forward and backward `scale_linear` holds x, A, B and two bytes a block (s and inside); a call's own extra memory is a few planes [O, G]:
-neither W nor its gradient is ever written (prism_kernels.scale_grad).
+neither W nor its gradient is ever written (prism_kernels.scale_gradient).
 
 On CUDA tensors a Triton kernel makes the scales, on others torch by chunks of rows. Legend: E experts, O rows, I columns, G = I / block scale blocks,
 T tokens, r rank.
@@ -27,7 +27,7 @@ import torch
 from prism_kernels.dispatch import kernel_dtype, require, tl, triton, use_triton
 from prism_kernels.formats import KernelFormat, decode_scales, e8m0_scale, kernel_format, require_weight, tensor_scale_of
 from prism_kernels.matmul import fp4_matmul
-from prism_kernels.scale_grad import CHUNK_BYTES, grad_input, scale_grad
+from prism_kernels.scale_gradient import CHUNK_BYTES, grad_input, scale_grad
 
 LOG2_TIE = 0x3504F3
 """Mantissa bits of float32 sqrt(2), below the real one: a float32 at or below it is nearer, in log2, to the power of two below."""

@@ -27,7 +27,7 @@ import torch
 from prism_kernels.dispatch import kernel_dtype, require, tl, triton, use_triton
 from prism_kernels.formats import FLOATS, KernelFormat, decode_scales, e8m0_scale, kernel_format
 from prism_kernels.qast import e4m3_scale, encode_e4m3
-from prism_kernels.scale_grad import CHUNK_BYTES
+from prism_kernels.scale_gradient import CHUNK_BYTES
 
 RULES = {"nvfp4": ("nearest",), "mxfp4": ("even", "floor", "ceil")}
 """Names of the scale rules, the default first."""

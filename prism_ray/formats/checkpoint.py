@@ -178,12 +178,12 @@ def load_quantized_model(folder: Path | str, *, dtype: torch.dtype = torch.bfloa
     # The eager forward is the one that asks for one expert at a time, which FP4Experts answers.
     model.config._experts_implementation = "eager"
     for name, tensor in convention.fuse_experts(linears).items():
-        install(model, name, tensor, dtype, bias=_bias(model, name, plain))
-    _fill(model, plain, dtype, folder)
+        install(model, name, tensor, dtype, bias=take_bias(model, name, plain))
+    fill_plain(model, plain, dtype, folder)
     return model.to(device).eval()
 
 
-def _bias(model: nn.Module, name: str, plain: dict[str, torch.Tensor]) -> torch.Tensor | None:
+def take_bias(model: nn.Module, name: str, plain: dict[str, torch.Tensor]) -> torch.Tensor | None:
     """Take the bias of a Linear out of `plain` where the model has one; a surplus one stays there and is refused with the other surplus."""
     wanted = dict(model.named_parameters()).get(f"{name}.bias")
     if wanted is None:
@@ -213,7 +213,7 @@ def install(model: nn.Module, name: str, tensor: QuantTensor, dtype: torch.dtype
     setattr(parent, leaf, FP4Experts(tensor, dtype))
 
 
-def _fill(model: Any, plain: dict[str, torch.Tensor], dtype: torch.dtype, folder: Path) -> None:
+def fill_plain(model: Any, plain: dict[str, torch.Tensor], dtype: torch.dtype, folder: Path) -> None:
     """Assign the tensors that are not planes, tie what the config ties, and check that nothing is missing or left over."""
     values = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in plain.items()}
     for name, wanted in model.state_dict().items():

@@ -47,10 +47,14 @@ class GradTile:
 
 
 GRAD_TILES = (GradTile(64, 64, 32), GradTile(64, 128, 32), GradTile(128, 128, 32, warps=8))
+WIDE_GRAD_TILE = GradTile(32, 64, 16)
+"""For products in full float32: their operands lie in registers, of which larger tiles have too few."""
 
 
-def choose_grad_tile(rows: int, columns: int) -> GradTile:
-    """The tile for an output of that shape; the same on every device and in every process, so that equal inputs give equal bits."""
+def choose_grad_tile(rows: int, columns: int, wide: bool = False) -> GradTile:
+    """The tile for an output of that shape; the same on every device and in every process, so that equal inputs give equal bits. wide: in float32."""
+    if wide:
+        return WIDE_GRAD_TILE
     if rows >= 1024 and columns >= 1024:
         return GRAD_TILES[2]
     return GRAD_TILES[1] if rows * columns >= 1 << 18 else GRAD_TILES[0]
@@ -173,7 +177,7 @@ def _scale_grad(
             weight, into = (codes, out) if offsets is None else (codes[e], out[e])
             _scale_grad_cpu(dy[low:high], x[low:high], weight, tensor_scale[e], block, into)
         return out
-    shape = GradTile(*tile) if tile else choose_grad_tile(n_rows, n_columns)
+    shape = GradTile(*tile) if tile else choose_grad_tile(n_rows, n_columns, x.dtype == torch.float32)
     grid = (triton.cdiv(n_columns, shape.columns), triton.cdiv(n_rows, shape.rows), experts)
     scale_grad_kernel[grid](
         dy.to(kernel_dtype(dy.dtype)).contiguous(), x.to(kernel_dtype(x.dtype)).contiguous(), codes.contiguous(), tensor_scale, offsets, out,
@@ -249,11 +253,11 @@ def _grad_input(
             part = slice(start, start + step)
             out.addmm_(dy[:, part].to(torch.float32), decode_weight(codes[part], scales[part], format))
         return out.mul_(tensor_scale).to(dy.dtype)
-    shape = GradTile(*tile) if tile else choose_grad_tile(n_tokens, n_columns)
     held = dy.to(kernel_dtype(dy.dtype)).contiguous()
     out = torch.empty(n_tokens, n_columns, dtype=held.dtype, device=dy.device)
     # float16 cannot hold MXFP4's scales; its mantissas fit float32.
     compute = tl.float32 if spec.e8m0 and held.dtype == torch.float16 else triton_dtype(held.dtype)
+    shape = GradTile(*tile) if tile else choose_grad_tile(n_tokens, n_columns, compute == tl.float32)
     if n_tokens:
         grad_input_kernel[(triton.cdiv(n_tokens, shape.rows), triton.cdiv(n_columns, shape.columns))](
             held, codes.contiguous(), scales.contiguous(), tensor_scale, out, n_tokens, n_rows, n_columns,
