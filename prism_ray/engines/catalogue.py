@@ -19,7 +19,8 @@ from typing import Generic, TypeVar
 
 from prism_ray.adapters.ids import require_adapter_id
 from prism_ray.adapters.store import AdapterStore, Event
-from prism_ray.core.errors import ConfigError, EnvironmentFault, PrismError
+from prism_ray.adapters.store.records import Log
+from prism_ray.core.errors import EnvironmentFault, PrismError
 from prism_ray.engines.serving_log import Directive, ServingLog
 
 log = logging.getLogger(__name__)
@@ -101,7 +102,14 @@ class Catalogue:
     """Names and versions of the adapters of one base. code_plane, scale_plane: its fingerprints; adapters of other bases do not exist here."""
 
     def __init__(
-        self, store: AdapterStore, code_plane: str, scale_plane: str, *, refresh_s: float = 2.0, stale_s: float = 600.0, entries: int = 10_000
+        self,
+        store: AdapterStore,
+        code_plane: str,
+        scale_plane: str,
+        *,
+        refresh_s: float = 2.0,
+        stale_s: float = 600.0,
+        entries: int = 10_000,
     ):
         self.store, self.log = store, ServingLog(store.backend)
         self._base = (code_plane, scale_plane)
@@ -144,26 +152,19 @@ class Catalogue:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _look_up(self, tenant: str, name: str) -> Entry | None:
-        directive = self.log.last(tenant, name)
-        try:
-            current = self.store.show(name, tenant=tenant)
-        except ConfigError:
+        log = Log(self.store.backend, require_adapter_id(tenant), require_adapter_id(name))
+        head = log.head()
+        if head is None:
             return None
-        latest = max(current.latest, *(event.latest for event in self._heads(tenant, name)))
-        event = current if not directive.pinned else self._publication(tenant, name, directive.pinned)
+        directive = self.log.last(tenant, name)
+        event = log.publication(directive.pinned or head.version)
         if event is None or not self._ours(event):
             return None
-        return Entry(event=event, current=current.version, latest=latest, directive=directive)
-
-    def _heads(self, tenant: str, name: str) -> tuple[Event, ...]:
-        return self.store.history(name, tenant=tenant)[-1:]
+        return Entry(event=event, current=head.version, latest=head.latest, directive=directive)
 
     def _publication(self, tenant: str, name: str, version: int) -> Event | None:
-        try:
-            event = self.store.show(f"{name}@{version}", tenant=tenant)
-        except ConfigError:
-            return None
-        return event if self._ours(event) else None
+        event = Log(self.store.backend, require_adapter_id(tenant), require_adapter_id(name)).publication(version)
+        return event if event is not None and self._ours(event) else None
 
     def _ours(self, event: Event) -> bool:
         return (event.identity.get("base_code_plane"), event.identity.get("base_scale_plane")) == self._base

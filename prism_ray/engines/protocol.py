@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -158,6 +158,10 @@ class Engine(Protocol):
     @property
     def base(self) -> BaseInfo:
         """The base."""
+
+    @property
+    def tokenizer(self) -> Any:
+        """The base's tokenizer, as transformers has it; None where its folder has none."""
 
     async def start(self) -> None:
         """Load the base and begin stepping. Raises what loading raises."""

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from prism_ray.engines.protocol import BaseInfo, Generation, RequestRefused, Scoring
 
 
-def require_generation(request: Generation, base: BaseInfo, *, tokenizer: bool, running: bool) -> None:
-    """tokenizer: whether there is one, without which no stop text can be found; running: whether a request of this id runs."""
+def require_generation(request: Generation, base: BaseInfo, *, tokenizer: bool, running: bool, max_logprobs: int | None = None) -> None:
+    """tokenizer: whether there is one, without which no stop text can be found; running: whether a request of this id runs. max_logprobs: default the vocabulary."""
     sampling = request.sampling
     ranges = {
         "max_tokens": sampling.max_tokens >= 1,
@@ -20,7 +20,7 @@ def require_generation(request: Generation, base: BaseInfo, *, tokenizer: bool, 
         "top_p": 0 < sampling.top_p <= 1,
         "top_k": sampling.top_k >= 0,
         "seed": sampling.seed is None or -(2**63) <= sampling.seed < 2**63,
-        "logprobs": sampling.logprobs is None or 0 <= sampling.logprobs <= base.vocab_size,
+        "logprobs": sampling.logprobs is None or 0 <= sampling.logprobs <= (base.vocab_size if max_logprobs is None else max_logprobs),
         "stop": not sampling.stop or tokenizer,
     }
     wrong = next((name for name, fine in ranges.items() if not fine), None)

@@ -178,7 +178,9 @@ class Tenancy:
             return FileTenancy(Path(file), secret=secret)
         if ENVIRONMENT not in environment:
             raise ConfigError(
-                "there are no API keys", where="tenancy", remedy=f"give a file, set {ENVIRONMENT}, or serve one user without keys on purpose"
+                "there are no API keys",
+                where="tenancy",
+                remedy=f"give a file, set {ENVIRONMENT}, or serve one user without keys on purpose",
             )
         return cls(parse_tenancy(environment[ENVIRONMENT], ENVIRONMENT), secret=secret)
 
@@ -266,7 +268,9 @@ def parse_tenancy(text: str, where: str) -> TenancyConfig:
     try:
         document: Any = json.loads(text) if text.lstrip().startswith("{") else yaml.safe_load(text)
     except (ValueError, RecursionError, yaml.YAMLError) as error:
-        raise ConfigError(f"is neither YAML nor JSON ({one_line(error)[:80]})", where=where, remedy="see prism_ray.engines.tenancy") from None
+        raise ConfigError(
+            f"is neither YAML nor JSON ({one_line(error)[:80]})", where=where, remedy="see prism_ray.engines.tenancy"
+        ) from None
     if not isinstance(document, dict):
         raise ConfigError("is no document with tenants", where=where, remedy="see prism_ray.engines.tenancy")
     try:

@@ -15,7 +15,6 @@ Refused by request: as the transformers engine, and what vLLM itself refuses of 
 from __future__ import annotations
 
 import asyncio
-import math
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, suppress
@@ -25,7 +24,7 @@ from typing import Any
 from prism_ray.adapters.planes import BasePlanes
 from prism_ray.core.errors import ResourceError, one_line
 from prism_ray.core.manifest import MANIFEST_NAME, read_manifest
-from prism_ray.engines.loading import open_tokenizer as open_tokenizer
+from prism_ray.engines.loading import open_tokenizer
 from prism_ray.engines.protocol import (
     BASE,
     BaseInfo,
@@ -41,6 +40,7 @@ from prism_ray.engines.protocol import (
     Scoring,
     UnknownPlane,
 )
+from prism_ray.engines.refusals import require_generation, require_scoring
 from prism_ray.engines.vllm_launch import VllmSettings, end_tokens, launch, require_plugin
 from prism_ray.engines.vllm_outputs import Running
 from prism_ray.engines.vllm_stack import cache_salt, write_plane
@@ -189,8 +189,14 @@ class VllmEngine:
     async def generate(self, request: Generation) -> AsyncIterator[Delta]:
         """Deltas of one sequence; see the protocol."""
         self._require()
-        self._check(request.prompt, request.sampling.max_tokens, request.plane)
-        self._check_sampling(request)
+        self._require_plane(request.plane)
+        require_generation(
+            request,
+            self.base,
+            tokenizer=self._tokenizer is not None,
+            running=request.request_id in self._running,
+            max_logprobs=self.settings.max_logprobs,
+        )
         parameters = self._parameters(request.sampling)
         running = self._running[request.request_id] = Running(request.plane, request.sampling, self._tokenizer)
         self._in_use[request.plane] += 1
@@ -283,11 +289,8 @@ class VllmEngine:
     async def score(self, request: Scoring) -> list[Score]:
         """One score a choice, in order; choices run side by side with everything else."""
         self._require()
-        if not request.choices or any(len(choice) == 0 for choice in request.choices):
-            raise RequestRefused("a choice is empty", where="choices", remedy="give one token at least for each")
-        self._check(request.prompt, max(len(choice) for choice in request.choices), request.plane)
-        for choice in request.choices:
-            self._check_ids(choice, "choices")
+        self._require_plane(request.plane)
+        require_scoring(request, self.base)
         self._in_use[request.plane] += 1
         try:
             async with asyncio.TaskGroup() as group:
@@ -331,39 +334,9 @@ class VllmEngine:
             raise EngineStopped("vLLM's engine died", remedy="start it again")
         return self._llm
 
-    def _check(self, prompt: Sequence[int], more: int, plane: str) -> None:
-        limit = self.base.max_length
+    def _require_plane(self, plane: str) -> None:
         if plane not in self._resident:
             raise UnknownPlane("is not attached", where=plane[:12], remedy="attach it first")
-        if len(prompt) == 0:
-            raise RequestRefused("the prompt is empty", where="prompt", remedy="give one token at least")
-        if len(prompt) + more > limit:
-            raise RequestRefused(
-                f"{len(prompt)} prompt tokens and {more} more exceed the {limit} of this model", where="prompt", remedy="shorten it"
-            )
-        self._check_ids(prompt, "prompt")
-
-    def _check_ids(self, ids: Sequence[int], where: str) -> None:
-        wrong = next((token for token in ids if not 0 <= token < self.base.vocab_size), None)
-        if wrong is not None:
-            raise RequestRefused(f"token {wrong} is outside the vocabulary of {self.base.vocab_size}", where=where)
-
-    def _check_sampling(self, request: Generation) -> None:
-        sampling = request.sampling
-        if request.request_id in self._running:
-            raise RequestRefused("a request of this id is running", where=request.request_id[:64])
-        ranges = {
-            "max_tokens": sampling.max_tokens >= 1,
-            "temperature": 0 <= sampling.temperature < math.inf,
-            "top_p": 0 < sampling.top_p <= 1,
-            "top_k": sampling.top_k >= 0,
-            "seed": sampling.seed is None or -(2**63) <= sampling.seed < 2**63,
-            "logprobs": sampling.logprobs is None or 0 <= sampling.logprobs <= self.settings.max_logprobs,
-            "stop": not sampling.stop or self._tokenizer is not None,
-        }
-        wrong = next((name for name, fine in ranges.items() if not fine), None)
-        if wrong is not None:
-            raise RequestRefused(f"{getattr(sampling, wrong)!r} is out of range", where=wrong)
 
     def stats(self) -> EngineStats:
         """As of now: a sequence waits until its first token came."""
