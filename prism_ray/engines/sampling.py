@@ -25,7 +25,8 @@ class TokenSampler:
     def __init__(self, sampling: Sampling):
         self._top = sampling.logprobs
         self._warpers: LogitsProcessorList | None = None
-        if sampling.temperature > 0:
+        # Logits divided by less overflow to infinity, and their softmax is NaN.
+        if sampling.temperature >= 1e-6:
             self._warpers = LogitsProcessorList()
             if sampling.temperature != 1.0:
                 self._warpers.append(TemperatureLogitsWarper(float(sampling.temperature)))
